@@ -282,7 +282,7 @@ class EchoSpeaker:
 def test_a_speaker_in_this_process_is_a_server_like_others() -> None:
     speaker, names = EchoSpeaker(), ("anna", "late")
     jobs = [LoadJob(name, Utterance("Hi.", speaker=name, parameters={"seed": 2, "timeline": True})) for name in names]
-    run = measured(Load(["here"], "", "streaming", jobs=jobs), "speaker", 1, {"here": SpeakerDoor(speaker)})
+    run = measured(Load(["here"], "", "streaming", jobs=jobs), "speaker", {"here": SpeakerDoor(speaker)})
     assert [each.id for each in run.good] == ["anna"] and [each.id for each in run.refused] == ["late"]
     voice = {"voice": "anna", "reference": None, "reference_text": None, "instruct_text": None}
     assert speaker.asked[0] == {"text": "Hi.", "seed": 2, "reference_sample_rate": PROMPT_SAMPLE_RATE, **voice}
@@ -305,7 +305,7 @@ def test_a_cancelled_request_ends_at_the_server_and_is_no_error(service: Served,
     stub, server = service.stub, service.triton if over == "grpc" else service.url.replace("http", over)
     cancelled, arrived = stub.cancelled, stub.asked
     job = LoadJob("left", Utterance("endless"), cancel_after=1.0)
-    run = measured(Load([server], stacks.DEFAULT.orchestrator, "streaming", jobs=[job]), "cancelled", 1)
+    run = measured(Load([server], stacks.DEFAULT.orchestrator, "streaming", jobs=[job]), "cancelled")
     assert run.complete and run.figures()["cancelled"] == 1 and not run.good
     # On a busy machine one may be cancelled before it arrives.
     until(lambda: not stub.live and stub.cancelled - cancelled == stub.asked - arrived)

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
+from cosyvoice_triton.load.measure import RequestOutcome
 from cosyvoice_triton.monitoring.faults import Fault
 
 from tests.soak.cases import WEIGHTS
-from tests.soak.ledger import Request
+from tests.soak.routes import STREAMED, WHOLE
 from tests.soak.sampling import family
-from tests.soak.stack import STREAMED, WHOLE, LocalStack, SupervisedService
+from tests.soak.stack import LocalStack
 
 Action = Literal["file", "kill", "stop", "hang"]
 
@@ -54,6 +55,11 @@ class FaultKind:
     @property
     def name(self) -> str:
         return f"{self.action} {self.target}"
+
+    @property
+    def end_seconds(self) -> float:
+        """Return for how long a service may go on that ends by it."""
+        return SURVIVED_SECONDS if self.survivable else END_SECONDS
 
 
 FATAL: tuple[Fault, ...] = ("gpu_error", "token2wav_thread", "llm_thread")  # the model cannot go on
@@ -102,16 +108,12 @@ class InjectedFault:
     def name(self) -> str:
         return f"{self.number}. {self.kind.name}"
 
-    @property
-    def limited(self) -> bool:
-        return self.kind.errors is not None
-
-    def explains(self, request: Request) -> bool:
+    def explains(self, answer: RequestOutcome) -> bool:
         """Whether the request was under way while the fault lasted, on a route that it concerns; counts it."""
         routes = SPEECH_ROUTES if self.kind.target == "speech" else TRITON_ROUTES
         until = float("inf") if self.ended is None else self.ended
-        within = request.begun <= until and request.ended >= self.begun
-        if request.route not in routes or not within or self.explained == self.kind.errors:
+        within = answer.begun <= until and answer.ended >= self.begun
+        if answer.server not in routes or not within or self.explained == self.kind.errors:
             return False
         self.explained += 1
         return True
@@ -147,43 +149,38 @@ class Injector:
             kind = next(chosen if self.chosen else hard if fatal else soft)
             await self.inject(kind, float(random.uniform(*STOP_SECONDS)))
 
-    def end(self) -> None:
-        """Ends a fault that lasts, with the run."""
-        for fault in self.injected:
-            if fault.ended is None:
-                fault.ended = self.clock()
-
     async def inject(self, kind: FaultKind, pause: float) -> None:
         """Injects one fault and waits until everything is ready again. pause: for which a process is stopped."""
         fault = InjectedFault(kind, len(self.injected) + 1, self.clock())
-        lives = {service.name: len(service.lives) for service in self.stack.services}
-        if kind.ends:
-            self._service(kind.ends).expected_end = fault.name
         self.injected.append(fault)
+        service = self.stack.services.get(kind.ends)
+        lives = len(service.lives) if service else 0
+        if service:
+            service.expected_end = fault.name
         try:
-            await (self._happens(kind, fault) if kind.action == "file" else self._signal(kind, pause))
-            if kind.ends and not fault.note:
-                await self._end(kind, lives[kind.ends])
+            happened = await (self._in_a_model(kind) if kind.action == "file" else self._signal(kind, pause))
+            if not happened:
+                fault.note = "it did not happen"
+            if service and not (happened and await self._becomes(lambda: len(service.lives) > lives, kind.end_seconds)):
+                if happened and not kind.survivable:
+                    raise RuntimeError(f"the service did not end within {kind.end_seconds:.0f} s")
+                service.expected_end = ""
             await self.stack.wait_ready()
         except RuntimeError as error:
             fault.note, fault.failed = str(error), True
         finally:
+            fault.ended = self.clock() + SETTLE_SECONDS
             for path in self.stack.faults.iterdir():
                 path.unlink(missing_ok=True)
         await asyncio.sleep(SETTLE_SECONDS)
-        fault.ended = self.clock()
 
-    async def _happens(self, kind: FaultKind, fault: InjectedFault) -> None:
+    async def _in_a_model(self, kind: FaultKind) -> bool:
+        """Ask for a fault of monitoring/faults.py; return whether it has happened."""
         path = self.stack.faults / kind.target
         path.touch()
-        try:
-            await self._wait(lambda: not path.exists(), TAKEN_SECONDS)
-        except RuntimeError:
-            fault.note = "it did not happen"
-            if kind.ends:
-                self._service(kind.ends).expected_end = ""
+        return await self._becomes(lambda: not path.exists(), TAKEN_SECONDS)
 
-    async def _signal(self, kind: FaultKind, pause: float) -> None:
+    async def _signal(self, kind: FaultKind, pause: float) -> bool:
         process = self._process(kind.target)
         os.kill(process, signal.SIGKILL if kind.action == "kill" else signal.SIGSTOP)
         if kind.action == "stop":  # one that hangs is killed with its server
@@ -192,27 +189,16 @@ class Injector:
             finally:
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGCONT)
+        return True
 
-    async def _end(self, kind: FaultKind, lives: int) -> None:
-        """Wait until the service has ended, if it does. RuntimeError if it must and does not."""
-        service = self._service(kind.ends)
-        try:
-            await self._wait(lambda: len(service.lives) > lives, SURVIVED_SECONDS if kind.survivable else END_SECONDS)
-        except RuntimeError:
-            if not kind.survivable:
-                raise
-            service.expected_end = ""
-
-    async def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
-        """RuntimeError if the condition does not become true in time."""
+    async def _becomes(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Return whether a condition becomes true in time."""
         deadline = self.clock() + seconds
         while not condition():
             if self.clock() > deadline:
-                raise RuntimeError(f"the service did not end within {seconds:.0f} s")
+                return False
             await asyncio.sleep(0.2)
-
-    def _service(self, name: str) -> SupervisedService:
-        return next(service for service in self.stack.services if service.name == name)
+        return True
 
     def _process(self, target: str) -> int:
         """Return the id of a process of the stack. RuntimeError if there is none."""

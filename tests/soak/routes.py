@@ -1,13 +1,15 @@
 """The doors of a soak, one for every interface.
 
-Connections are not kept, because a server that restarts would make later requests wait for gRPC's reconnection.
+Each is opened anew for every request: on a kept connection, those after a restart of the server would fail, or wait for
+gRPC's reconnection.
 """
 
 import io
 import re
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import aiohttp
@@ -15,57 +17,52 @@ import av
 import grpc
 import numpy as np
 from av.container import InputContainer
+from cosyvoice_triton import stacks
 from cosyvoice_triton.client.answer import AudioPart
 from cosyvoice_triton.client.failures import ClientError, one_line
-from cosyvoice_triton.client.grpc_client import AsyncConnection, explained
+from cosyvoice_triton.client.grpc_client import explained
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import SAMPLE_RATE
-from cosyvoice_triton.load.doors import SPEECH, Door, HttpDoor, WebSocketDoor, WebSocketSession, recording_of
+from cosyvoice_triton.load.doors import SPEECH, Door, GrpcDoor, HttpDoor, WebSocketDoor, WebSocketSession, recording_of
 from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO
 
+STREAMED, WHOLE = stacks.DIT, stacks.UNET  # served streamed, and for offline requests
 VOICES = "/v1/audio/voices"
 UNKNOWN_VOICE = "HTTP 400.*unknown speaker"
 SHORT = "A short sentence."
 
 
 @dataclass(frozen=True)
-class Addresses:
-    """The servers' addresses. streaming, offline: names of Triton's models of either kind. gateway: of the speech
-    service behind Envoy."""
+class OnceDoor(Door):
+    """Another door, opened for each request and closed after it."""
 
-    grpc: str
-    speech: str
-    runtime: str
-    streaming: str
-    offline: str
-    gateway: str = ""
-
-    def doors(self) -> dict[str, Door]:
-        """Return the doors that lead there, by their routes' names."""
-        socket = f"ws{self.speech.removeprefix('http')}"
-        return {
-            "grpc": GrpcDoor(self.grpc, self.streaming, "streaming"),
-            "grpc-offline": GrpcDoor(self.grpc, self.offline, "offline"),
-            "speech": EncodedDoor(self.speech, keep=False),
-            "websocket": WebSocketDoor(socket, keep=False),
-            "barge-in": BargeInDoor(socket, keep=False),
-            "runtime-grpc": RuntimeGrpcDoor(self.runtime),
-            "voices": VoicesDoor(self.speech, keep=False),
-            "gateway": EncodedDoor(self.gateway, keep=False),
-        }
-
-
-class GrpcDoor(Door):
-    """Triton's gRPC, with a connection for each request."""
-
-    def __init__(self, server: str, model: str, mode: str) -> None:
-        self._server, self._model, self._mode = server, model, mode
+    opened: Callable[[], Door]
 
     async def stream(self, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
-        async with AsyncConnection(self._server) as connection:
-            async with aclosing(connection.stream(self._model, request, self._mode, timeout)) as parts:
+        door = self.opened()
+        try:
+            async with aclosing(door.stream(request, timeout)) as parts:
                 async for part in parts:
                     yield part
+        finally:
+            await door.aclose()
+
+
+def doors(triton: str, speech: str, runtime: str, gateway: str) -> dict[str, Door]:
+    """Return the doors by their routes' names. triton, runtime: gRPC's host:port. speech, gateway: URLs, of the speech
+    service and of Envoy before it."""
+    socket = f"ws{speech.removeprefix('http')}"
+    opened: dict[str, Callable[[], Door]] = {
+        "grpc": partial(GrpcDoor, triton, STREAMED.orchestrator),
+        "grpc-offline": partial(GrpcDoor, triton, WHOLE.orchestrator, "offline"),
+        "speech": partial(EncodedDoor, speech),
+        "websocket": partial(WebSocketDoor, socket),
+        "barge-in": partial(BargeInDoor, socket),
+        "runtime-grpc": partial(RuntimeGrpcDoor, runtime),
+        "voices": partial(VoicesDoor, speech),
+        "gateway": partial(EncodedDoor, gateway),
+    }
+    return {route: OnceDoor(opens) for route, opens in opened.items()}
 
 
 class EncodedDoor(HttpDoor):
@@ -94,11 +91,11 @@ class BargeInDoor(WebSocketDoor):
             yield part
 
 
+@dataclass(frozen=True)
 class RuntimeGrpcDoor(Door):
-    """The plain runtime's gRPC service."""
+    """The plain runtime's gRPC service, at host:port."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    address: str
 
     async def stream(self, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
         messages, services = grpc.protos_and_services(PROTO)
@@ -110,12 +107,12 @@ class RuntimeGrpcDoor(Door):
                 kind, fields = "zero_shot", fields | {"prompt_text": request.reference_text}
         message = messages.Request(**{f"{kind}_request": fields})
         try:
-            async with grpc.aio.insecure_channel(self._address) as channel:
+            async with grpc.aio.insecure_channel(self.address) as channel:
                 async for response in services.CosyVoiceStub(channel).Inference(message, timeout=timeout):
                     yield AudioPart.of_pcm(response.tts_audio)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
-                raise explained(str(error.code()), error.details(), self._address, timeout) from None
+                raise explained(str(error.code()), error.details(), self.address, timeout) from None
             raise ClientError(f"{error.code().name} {one_line(error.details())}") from None
 
 

@@ -10,22 +10,21 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import aiohttp
-from cosyvoice_triton import stacks
+from cosyvoice_triton.load.doors import Door
 from cosyvoice_triton.monitoring.environment import TEST_FAULTS
 from cosyvoice_triton.server.options import StackOptions
 from cosyvoice_triton.server.rendering import render
 from cosyvoice_triton.server.tritonserver import free_port
 
-from tests.soak.routes import Addresses
-from tests.support.gateway import Ports, gateway
+from tests.soak.routes import STREAMED, WHOLE, doors
+from tests.support.gateway import Ports, answers, gateway
 
-STREAMED, WHOLE = stacks.DIT, stacks.UNET
 READY_SECONDS, POLL_SECONDS = 180.0, 0.5
 RESTART_SECONDS = 1.0  # between the end of a process and its successor
 STOP_SECONDS = 90.0
@@ -48,10 +47,6 @@ class Life:
     last_words: str = ""
     fault: str = ""  # that ended it; empty: it ended by itself, or the run did
 
-    @property
-    def name(self) -> str:
-        return f"{self.service} (process {self.pid})"
-
 
 @dataclass
 class SupervisedService:
@@ -73,7 +68,7 @@ class SupervisedService:
             life = self._start(clock())
             assert self.process is not None
             while (code := self.process.poll()) is None:
-                if life.ready is None and await answers(self.page):
+                if life.ready is None and await asyncio.to_thread(answers, self.page):
                     life.ready, self.expected_end = clock(), ""
                 await asyncio.sleep(POLL_SECONDS)
             if self.stopping:
@@ -123,41 +118,26 @@ class SupervisedService:
             await asyncio.to_thread(self.process.wait)
 
 
-async def answers(page: str) -> bool:
-    """Whether a page answers 200 within two seconds."""
-    with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, asyncio.TimeoutError):
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as http, http.get(page) as answer:
-            return answer.status == 200
-    return False
-
-
 @dataclass(frozen=True)
 class LocalStack:
-    """The running services. faults: the directory of TTS_TEST_FAULTS."""
+    """The running services by name, `serve` and `speech`, and the doors to them by route. faults: the directory of
+    TTS_TEST_FAULTS."""
 
-    addresses: Addresses
-    serve: SupervisedService
-    speech: SupervisedService
+    services: Mapping[str, SupervisedService]
+    speech: str  # URL
     faults: Path
-
-    @property
-    def services(self) -> tuple[SupervisedService, SupervisedService]:
-        return self.serve, self.speech
-
-    @property
-    def ready(self) -> bool:
-        return all(service.ready for service in self.services)
+    doors: Mapping[str, Door] = field(default_factory=dict)
 
     def roots(self) -> dict[str, int]:
         """Process ids of the services that run, by name."""
-        return {service.name: service.process.pid for service in self.services if service.process is not None}
+        return {name: each.process.pid for name, each in self.services.items() if each.process is not None}
 
     async def wait_ready(self) -> None:
         """RuntimeError if it is not ready in time."""
-        deadline = asyncio.get_running_loop().time() + READY_SECONDS
-        while not self.ready or not all([await answers(service.page) for service in self.services]):
-            if asyncio.get_running_loop().time() > deadline:
-                late = ", ".join(f"{service.name}: {service.log}" for service in self.services)
+        deadline, services = time.monotonic() + READY_SECONDS, self.services.values()
+        while not all([service.ready and await asyncio.to_thread(answers, service.page) for service in services]):
+            if time.monotonic() > deadline:
+                late = ", ".join(f"{service.name}: {service.log}" for service in services)
                 raise RuntimeError(f"the stack was not ready within {READY_SECONDS:.0f} s; see {late}")
             await asyncio.sleep(POLL_SECONDS)
 
@@ -193,26 +173,19 @@ async def local_stack(models: Path, work: Path, clock: Callable[[], float]) -> A
         launched = [sys.executable, "-m", "cosyvoice_triton", command, *arguments]
         return SupervisedService(name, launched, page, work / f"{name}.log", PROXIES | environment)
 
-    stack = LocalStack(
-        Addresses(
-            grpc=f"{LOCAL}:{grpc}",
-            speech=f"http://{LOCAL}:{speech}",
-            runtime=f"{LOCAL}:{runtime}",
-            streaming=STREAMED.orchestrator,
-            offline=WHOLE.orchestrator,
-        ),
+    services = [
         service("serve", "serve", serve, f"http://{LOCAL}:{health}/ready", **{TEST_FAULTS: str(faults)}),
         service("speech", "speech", speak, f"http://{LOCAL}:{speech}/health"),
-        faults,
-    )
-    running = [asyncio.create_task(service.run(clock)) for service in stack.services]
+    ]
+    stack = LocalStack({each.name: each for each in services}, f"http://{LOCAL}:{speech}", faults)
+    running = [asyncio.create_task(each.run(clock)) for each in services]
     try:
         await stack.wait_ready()
         folder = work / "gateway"
         folder.mkdir()
         with gateway(folder, [Ports(http, grpc, health)], [speech]) as envoy:
-            addresses = replace(stack.addresses, gateway=f"http://{LOCAL}:{envoy.speech}")
-            yield replace(stack, addresses=addresses)
+            addresses = f"{LOCAL}:{grpc}", stack.speech, f"{LOCAL}:{runtime}", f"http://{LOCAL}:{envoy.speech}"
+            yield replace(stack, doors=doors(*addresses))
     finally:
-        await asyncio.gather(*(service.stop() for service in stack.services))
+        await asyncio.gather(*(each.stop() for each in services))
         await asyncio.gather(*running, return_exceptions=True)

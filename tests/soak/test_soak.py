@@ -1,16 +1,14 @@
 """The soak's accounting and its judgement of growth, without a tritonserver."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from cosyvoice_triton.load.measure import RequestOutcome
 
 from tests.soak.faults import KINDS, InjectedFault
-from tests.soak.ledger import Ledger
-from tests.soak.runner import SoakResult, SoakSettings
+from tests.soak.outcomes import settled
+from tests.soak.runner import SoakResult
 from tests.soak.sampling import JUDGED_SECONDS, LONG_SECONDS, WARM_UP_SECONDS, ProcessHistory
 from tests.soak.stack import Life
 
@@ -39,31 +37,26 @@ def broken(route: str, begun: float, end: float) -> RequestOutcome:
 def test_an_error_is_lost_unless_a_fault_explains_it(
     injected: list[InjectedFault], route: str, begun: float, outcome: str
 ) -> None:
-    ledger = Ledger()
-    ledger.ended(broken(route, begun, begun + 2), 0)
-    assert ledger.errors == 1
-    ledger.settle(injected)
-    assert ledger.counts() == {outcome: 1}
+    (request,) = settled([broken(route, begun, begun + 2)], injected)
+    assert request.outcome == outcome and bool(request.fault) == (outcome == "failed")
 
 
 def test_a_fault_of_one_row_explains_one_error() -> None:
-    ledger = Ledger()
-    for begun, end in [(18.0, 22.0), (10.0, 12.0), (10.0, 12.0)]:  # the first: of the killed process
-        ledger.ended(broken("grpc", begun, end), 0)
-    ledger.settle([fault("file nan_logits", 11.0, 20.0), fault("kill tensorrt_llm", 21.0, 30.0)])
-    assert [request.outcome for request in ledger.requests] == ["failed", "failed", "lost"]
-    assert ledger.offenders() == ledger.requests[2:]
-
-
-def result(**found: Any) -> SoakResult:
-    settings = SoakSettings(1.0, 1, True, Path(), Path())
-    return SoakResult(settings, Ledger(), 0.0, 60.0, **found)
+    times = (18.0, 22.0), (10.0, 12.0), (10.0, 12.0)  # the first: of the killed process
+    injected = fault("file nan_logits", 11.0, 20.0), fault("kill tensorrt_llm", 21.0, 30.0)
+    requests = settled([broken("grpc", *each) for each in times], injected)
+    assert [request.outcome for request in requests] == ["failed", "failed", "lost"]
+    assert SoakResult(0.0, requests=requests).problems() == [
+        "lost: request one, grpc, begun at 10.0 s, ended at 12.0 s: it broke"
+    ]
 
 
 def test_a_service_that_ends_by_itself_or_does_not_recover_is_a_problem() -> None:
     hung = fault("kill tensorrt_llm", 10.0, 20.0)
     hung.failed, hung.note = True, "not ready within 180 s"
-    found = result(lives=[Life("serve", 0.0, 7, 5.0, 30.0, 1, "has died")], faults=[hung], left=["a voice"]).problems()
+    found = SoakResult(
+        0.0, lives=[Life("serve", 0.0, 7, 5.0, 30.0, 1, "has died")], faults=[hung], left=["a voice"]
+    ).problems()
     assert found == [
         "ended by itself: serve (process 7) at 30.0 s with code 1: has died",
         "fault 1. kill tensorrt_llm at 10.0 s: not ready within 180 s",
@@ -84,7 +77,7 @@ def history(values: Sequence[float] | np.ndarray, seconds: float = WARM_UP_SECON
 def grows(process: ProcessHistory) -> bool:
     growth = process.growth("memory")
     assert growth is not None
-    assert bool(result(growths=[growth]).problems()) == growth.grows
+    assert bool(SoakResult(0.0, growths=[growth]).problems()) == growth.grows
     return growth.grows
 
 

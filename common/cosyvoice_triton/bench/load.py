@@ -32,7 +32,7 @@ from cosyvoice_triton.client.arguments import add_voice_arguments
 from cosyvoice_triton.constants import GRPC_PORT
 from cosyvoice_triton.load.doors import Door, SpeakerDoor
 from cosyvoice_triton.load.measure import Run, host_ms
-from cosyvoice_triton.load.plan import Jobs, Load, add_job_arguments, add_load_arguments
+from cosyvoice_triton.load.plan import Jobs, Load, add_job_arguments
 from cosyvoice_triton.load.report import disaggregated_table, markdown_tables, plot_sweep
 from cosyvoice_triton.load.runner import measured
 
@@ -136,8 +136,19 @@ def _sweep(args: argparse.Namespace, command: list[str], doors: Mapping[str, Doo
         count = args.num_requests or max(len(jobs), MIN_REQUESTS, REQUESTS_PER_TASK * tasks)
         if rate and args.duration:
             count = max(1, round(rate * args.duration))
-        load = Load.from_arguments(args, args.servers, jobs, count, tasks, rate, None, listening=bool(args.listeners))
-        run = measured(load, load.shape(), args.log_interval, doors)
+        load = Load(
+            servers=args.servers,
+            model=args.model_name,
+            mode=args.mode,
+            jobs=jobs.take(count),
+            warmup=jobs.warmup(args.warmup_requests, tasks),
+            tasks=tasks,
+            rate=rate,
+            listening=bool(args.listeners),
+            timeout=args.timeout,
+            metrics=args.metrics,
+        )
+        run = measured(load, load.shape(), doors)
         found.add(load, run)
         found.write(args.output)  # after each step, so that an aborted sweep keeps its results
         code = code or (0 if run.complete else 1)
@@ -162,8 +173,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--mode", choices=("streaming", "offline"), default="streaming")
     add_voice_arguments(parser)
-    add_job_arguments(parser)
-    load = add_load_arguments(parser)
+    load = add_job_arguments(parser)
     sweep = load.add_mutually_exclusive_group()
     sweep.add_argument("--concurrency", type=positive_int, nargs="+", default=[1, 2, 4], help="tasks per server")
     sweep.add_argument(

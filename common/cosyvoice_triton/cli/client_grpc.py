@@ -25,7 +25,7 @@ from cosyvoice_triton.cli.upstream import accept_upstream_options
 from cosyvoice_triton.client.arguments import add_request_arguments, utterance_of
 from cosyvoice_triton.client.grpc_client import synthesize
 from cosyvoice_triton.constants import GRPC_PORT
-from cosyvoice_triton.load.plan import Jobs, Load, add_job_arguments, add_load_arguments
+from cosyvoice_triton.load.plan import Jobs, Load, add_job_arguments
 from cosyvoice_triton.load.report import closing_lines, plot_run, write_run
 from cosyvoice_triton.load.runner import measured
 
@@ -44,8 +44,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--server-port", type=int, default=GRPC_PORT, help="of Triton's gRPC (default: %(default)s)")
     parser.add_argument("--mode", choices=("streaming", "offline"), default="streaming")
     add_request_arguments(parser)
-    add_job_arguments(parser)
-    load = add_load_arguments(parser)
+    load = add_job_arguments(parser)
     load.add_argument("--num-tasks", type=positive_int, default=1, help="concurrent requests (default: 1)")
     load.add_argument(
         "--request-rate", type=positive_number, help="random requests per second (Poisson), instead of tasks"
@@ -74,8 +73,19 @@ def measure(args: argparse.Namespace, server: str) -> int:
     """Send many requests; print the results and write them to the log directory."""
     jobs, directory = Jobs.from_arguments(args), args.log_dir or LOG_DIR
     count = args.num_requests or max(len(jobs), args.num_tasks)
-    load = Load.from_arguments(args, [server], jobs, count, args.num_tasks, args.request_rate, directory)
-    run = measured(load, f"{load.model} {load.mode}", args.log_interval)
+    load = Load(
+        servers=[server],
+        model=args.model_name,
+        mode=args.mode,
+        jobs=jobs.take(count),
+        warmup=jobs.warmup(args.warmup_requests, args.num_tasks),
+        tasks=args.num_tasks,
+        rate=args.request_rate,
+        timeout=args.timeout,
+        metrics=args.metrics,
+        audio_dir=directory,
+    )
+    run = measured(load, f"{load.model} {load.mode}")
     summary = write_run(run, load.settings(), jobs.split, directory)
     title = f"{load.model} at {server}, {load.mode}, {load.shape()}"
     plot_run(summary, title, directory / "summary.png")

@@ -5,7 +5,6 @@
     cosyvoice-triton evaluate models/demo --data my/manifest.jsonl --require 'error_rate<=0.2' 'dnsmos>=2.6'
     cosyvoice-triton evaluate models/cosyvoice3 --stack cosyvoice3 --data my/manifest.jsonl --prompt-rates 16000 24000
     cosyvoice-triton evaluate models/official --data my/manifest.jsonl --steps 10 8 6 5
-    cosyvoice-triton evaluate models/official --stack unet --against ~/CosyVoice --against-python ~/env/bin/python
 
 --data is the folder of seed-tts-eval (en/meta.lst, zh/meta.lst, each with its prompt-wavs/; its repository,
 BytedanceSpeech/seed-tts-eval, says where), or for --set own a manifest in the form of
@@ -43,7 +42,7 @@ from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.arguments import command_parser, positive_int, reporting_errors
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.demo_checkpoint import VOICES_DIR
-from cosyvoice_triton.evaluate import judges, report, speech, upstream
+from cosyvoice_triton.evaluate import judges, report, speech
 from cosyvoice_triton.evaluate.report import Requirement
 from cosyvoice_triton.load.measure import host_ms
 from cosyvoice_triton.load.samples import Sample
@@ -123,8 +122,6 @@ def run(args: argparse.Namespace, command: str) -> int:
     if args.models is not None and not args.models.is_dir():
         raise ValueError(f"there is no folder {args.models}: give that of the checkpoints, such as models/demo")
     sentences = speech.read_set(args.set, args.data, args.limit)
-    if args.against is not None:
-        return against(stack_options(args), args.against, args.against_python)
     panel = Panel(args.models, args.recogniser)
     args.output.mkdir(parents=True, exist_ok=True)
     spoken = [speech.from_folder(folder, sentences) for folder in args.audio]
@@ -168,17 +165,6 @@ def stack_options(args: argparse.Namespace) -> StackOptions:
     )
 
 
-def against(options: StackOptions, repository: Path, python: str) -> int:
-    """Print how far each step differs from upstream's; returns 1 if one is beyond its limit, or none was computed."""
-    steps = []
-    for step in upstream.compared(options, repository, python):
-        steps.append(step)
-        limit = upstream.LIMITS[step.name]
-        print(f"{'ok      ' if step.passed else 'problem '} {step.name}: differs by {step.difference:.1e} ", end="")
-        print(f"(limit {limit:.0e}); {step.remark}", flush=True)
-    return 0 if steps and all(step.passed for step in steps) else 1
-
-
 def write(
     output: Path,
     about: str,
@@ -210,8 +196,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--data", type=Path, default=samples.MANIFEST, help="of the set (default: %(default)s)")
     add("--limit", type=positive_int, help="sentences, from the first")
     add("--audio", type=Path, nargs="+", default=[], metavar="DIR", help="folders of ID.wav")
-    add("--against", type=Path, metavar="DIR", help="upstream's repository: compare its steps, only that")
-    add("--against-python", default=sys.executable, metavar="PATH", help="of upstream's installation")
     add("--recogniser", metavar="'PROGRAM {wav}'", help="instead of Moonshine")
     add(
         "--modes",
@@ -236,7 +220,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--setting", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="its --set")
     add("--output", type=Path, default=Path("out/evaluate"), help="folder (default: %(default)s)")
     args = parser.parse_args(argv)
-    if args.models is None and (args.against or not args.audio):
+    if args.models is None and not args.audio:
         parser.error("nothing to judge: name a folder of checkpoints, or --audio")
     if args.models is None and args.steps:
         parser.error("--steps needs a folder of checkpoints")

@@ -17,6 +17,7 @@ WITHOUT_MEANING = {  # the reason of each option, by program
     "client_grpc": {
         "--compute-wer": "`cosyvoice-triton evaluate --audio` counts word errors",
         "--chunk-overlap-duration": "the server sends chunks that are already cross-faded",
+        "--log-interval": "the percentiles are shown after every answer",
     },
     "offline_inference": {"--num-workers": _ONE_PROCESS, "--prefetch": _ONE_PROCESS},
 }

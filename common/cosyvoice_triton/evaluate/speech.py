@@ -8,7 +8,6 @@ from typing import Literal
 
 import numpy as np
 
-from cosyvoice_triton.client.utterance import Utterance, of_recording
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.doors import SpeakerDoor
 from cosyvoice_triton.load.measure import RequestOutcome
@@ -72,7 +71,8 @@ def spoken(
     with Speaker.of(options) as speaker:
         for rate, mode in itertools.product(rates, modes):
             name = label + (f"-{rate}" if rate else "") + ("-whole" if mode == "offline" else "")
-            jobs = [LoadJob(each.id, _utterance(each, seed, rate)) for seed, each in enumerate(samples)]
+            said = [_at_rate(each, rate) for each in samples]
+            jobs = [LoadJob(each.id, each.utterance({"seed": seed})) for seed, each in enumerate(said)]
             load = Load(servers=[HERE], model=options.orchestrator, mode=mode, jobs=jobs, tasks=tasks)
             answers = _answers(replace(load, warmup=jobs[:MIN_WARMUP]), speaker, samples, output / name)
             untrimmed = {job.id: {**job.base.parameters, "trim_silence": False} for job in jobs[:ONSETS]}
@@ -84,24 +84,18 @@ def spoken(
 
 def _answers(load: Load, speaker: Speaker, samples: Sequence[Sample], folder: Path) -> list[SpokenSentence]:
     """Return the answer for each sample; their audio is kept in the folder."""
-    run = measured(replace(load, audio_dir=folder), folder.name, 5, {HERE: SpeakerDoor(speaker, load.mode)})
+    run = measured(replace(load, audio_dir=folder), folder.name, {HERE: SpeakerDoor(speaker, load.mode)})
     if run.interrupted:
         raise KeyboardInterrupt
     outcomes = {outcome.id: outcome for outcome in run.outcomes}
     return [_answer(each, folder, outcomes.get(each.id)) for each in samples]
 
 
-def _utterance(sample: Sample, seed: int, rate: int | None) -> Utterance:
-    recording = sample.prompt_audio
-    if recording is not None and rate:
-        recording = Recording(at_rate(recording, rate), rate=rate)
-    return Utterance(
-        sample.target_text,
-        **of_recording(recording),
-        reference_text=sample.prompt_text or None,
-        speaker=sample.speaker or None,
-        parameters={"seed": seed},
-    )
+def _at_rate(sample: Sample, rate: int | None) -> Sample:
+    """Return a sample whose recording has this rate, None for its own."""
+    if rate is None or sample.prompt_audio is None:
+        return sample
+    return replace(sample, prompt_audio=Recording(at_rate(sample.prompt_audio, rate), rate=rate))
 
 
 def _answer(sample: Sample, folder: Path, outcome: RequestOutcome | None) -> SpokenSentence:

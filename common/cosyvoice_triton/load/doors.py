@@ -45,8 +45,10 @@ class Door(ABC):
         timeout: seconds until the answer must be complete. ClientError if it fails.
         """
 
-    async def require(self) -> None:  # noqa: B027
+    async def require(self) -> None:
         """Raise ClientError unless there is a server that can answer."""
+        if reason := await self.silence(CONNECT_SECONDS):
+            raise ClientError(reason)
 
     async def silence(self, seconds: float) -> str:
         """Return why the server does not answer within `seconds`; "" if it does."""
@@ -101,15 +103,12 @@ class GrpcDoor(Door):
 
 
 class HttpDoor(Door):
-    """A speech service over HTTP, with as many connections as there are requests at once.
+    """A speech service over HTTP, with as many connections as there are requests at once."""
 
-    keep: whether later requests use them again.
-    """
-
-    def __init__(self, url: str, model: str = "", mode: str = "streaming", keep: bool = True) -> None:
+    def __init__(self, url: str, model: str = "", mode: str = "streaming") -> None:
         self.url = url.rstrip("/")
         self._model, self._streams = model, mode == "streaming"
-        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=not keep))
+        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
     async def stream(self, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
         received, body = b"", {"stream": self._streams, **self.fields(request)}
@@ -130,10 +129,6 @@ class HttpDoor(Door):
         if request.reference is not None:
             fields["ref_audio"] = base64.b64encode(recording_of(request)).decode()
         return fields | {name: value for name, value in request.parameters.items() if name != TIMELINE}
-
-    async def require(self) -> None:
-        async with self.answer("GET", "/health", CONNECT_SECONDS):
-            pass
 
     async def silence(self, seconds: float) -> str:
         try:
@@ -159,8 +154,8 @@ class HttpDoor(Door):
 class WebSocketDoor(HttpDoor):
     """A speech service's WebSocket, a session for each utterance; the text is sent in pieces, as an LLM writes it."""
 
-    def __init__(self, url: str, model: str = "", keep: bool = True) -> None:
-        super().__init__(f"http{url.removeprefix('ws')}", model, keep=keep)  # also wss
+    def __init__(self, url: str, model: str = "") -> None:
+        super().__init__(f"http{url.removeprefix('ws')}", model)  # also wss
 
     async def stream(self, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
         fields, last = self.fields(request), time.monotonic() + timeout

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from http.client import HTTPException
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tritonclient.grpc.aio as triton
@@ -35,6 +35,10 @@ CANCELLED = "cancelled by the caller"  # the error of a request that its job has
 HUNG = "nothing for "  # how the error of one begins that was silent for too long
 TRANSPORT = "transport"  # the rest of the first chunk's latency: network, server front end, queues, client
 
+# A whole answer; its caller left; the error that it should get; the server had as many listeners as it can serve;
+# another error; nothing for longer than the load's patience.
+Ending = Literal["done", "cancelled", "rejected", "refused", "failed", "hung"]
+
 
 @dataclass(frozen=True)
 class ModelTimes:
@@ -51,12 +55,10 @@ class ModelTimes:
     compute_infer: float = 0.0
     compute_output: float = 0.0
 
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.server, self.name
-
-    def since(self, before: "ModelTimes") -> "ModelTimes":
-        sums = {f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)[2:]}
+    def since(self, before: Iterable["ModelTimes"]) -> "ModelTimes":
+        """Return what was added since an earlier reading of all models."""
+        known = [model for model in before if (model.server, model.name) == (self.server, self.name)]
+        sums = {f.name: getattr(self, f.name) - sum(getattr(each, f.name) for each in known) for f in fields(self)[2:]}
         return ModelTimes(self.server, self.name, **sums)
 
 
@@ -85,10 +87,9 @@ def _of(server: str, model: Any) -> ModelTimes:
     )
 
 
-def between(before: Iterable[ModelTimes], after: Iterable[ModelTimes]) -> list[ModelTimes]:
+def between(before: Sequence[ModelTimes], after: Iterable[ModelTimes]) -> list[ModelTimes]:
     """Return the differences of two readings, for models that had requests."""
-    known = {model.key: model for model in before}
-    added = [model.since(known.get(model.key, ModelTimes(*model.key))) for model in after]
+    added = [model.since(before) for model in after]
     return [model for model in added if model.requests or model.failures]
 
 
@@ -176,24 +177,26 @@ class RequestOutcome:
     rejected: bool = False
 
     @property
-    def refused(self) -> bool:
-        """Return whether the server had as many listeners as it can serve."""
-        return is_overloaded(self.error)
-
-    @property
-    def cancelled(self) -> bool:
-        """Return whether its caller left before its end."""
-        return self.error == CANCELLED
-
-    @property
-    def hung(self) -> bool:
-        """Return whether nothing came for longer than the load's patience."""
-        return self.error.startswith(HUNG)
+    def ending(self) -> Ending:
+        """Return how it ended, which the error tells."""
+        if self.rejected:
+            return "rejected"
+        if is_overloaded(self.error):
+            return "refused"
+        if self.error.startswith(HUNG):
+            return "hung"
+        if self.error == CANCELLED:
+            return "cancelled"
+        return "failed" if self.error else "done"
 
     @property
     def failed(self) -> bool:
         """Return whether it ended with an error that the server should not make."""
-        return bool(self.error) and not (self.refused or self.cancelled or self.rejected)
+        return self.ending in ("failed", "hung")
+
+    @property
+    def ended(self) -> float:
+        return self.begun + self.total
 
     @property
     def seconds(self) -> float:
@@ -280,7 +283,7 @@ class Run:
 
     @property
     def refused(self) -> list[RequestOutcome]:
-        return [outcome for outcome in self.outcomes if outcome.refused]
+        return [outcome for outcome in self.outcomes if outcome.ending == "refused"]
 
     @property
     def failed(self) -> list[RequestOutcome]:
@@ -327,7 +330,7 @@ class Run:
             "stages_ms": {name: distribution(shares[name] for shares in stages if name in shares) for name in names},
             "vocoder": self.vocoder,
             "client_lag_p95_ms": _ms(self.client_lag),
-            "cancelled": sum(outcome.cancelled for outcome in self.outcomes),
+            "cancelled": sum(outcome.ending == "cancelled" for outcome in self.outcomes),
         }
 
 
@@ -347,7 +350,7 @@ def distribution(values: Any, unit: float = 1000.0) -> dict[str, float] | None:
 
 def _peak(outcomes: Sequence[RequestOutcome]) -> int:
     """Return how many requests were in flight at most; one that ends as another begins is not."""
-    changes = [(each.begun, 1) for each in outcomes] + [(each.begun + each.total, -1) for each in outcomes]
+    changes = [(each.begun, 1) for each in outcomes] + [(each.ended, -1) for each in outcomes]
     return int(max(np.cumsum([change for _, change in sorted(changes)]), default=0))
 
 

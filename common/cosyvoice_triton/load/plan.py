@@ -15,7 +15,7 @@ from cosyvoice_triton.arguments import boolean, natural_int, positive_int
 from cosyvoice_triton.client.answer import TIMELINE
 from cosyvoice_triton.client.arguments import request_parameters, utterance_of
 from cosyvoice_triton.client.failures import ClientError
-from cosyvoice_triton.client.utterance import Utterance, of_recording
+from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import TOKEN_RATE
 from cosyvoice_triton.load.samples import Sample, read_dataset, read_manifest
 from cosyvoice_triton.text.segments import expected_seconds
@@ -67,7 +67,8 @@ class LoadJob:
         return LoadJob(self.id, base, self.new_voice or bool(new), random.uniform(0, seconds) if cancelled else None)
 
 
-def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+def add_job_arguments(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
+    """Add the options of the requests and return the group of the measurement's; the caller adds tasks or rates."""
     data = parser.add_argument_group("many requests", "instead of one --target-text; columns: see docs/clients.md")
     data.add_argument(
         "--manifest-path", type=Path, help="JSON lines as in cosyvoice_triton/samples/manifest.jsonl, or a .lst file"
@@ -93,16 +94,28 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="answers of 1 to 30 s, 5 %% in new voices, 10 %% cancelled while they are heard",
     )
+    group = parser.add_argument_group("measuring")
+    group.add_argument(
+        "--warmup-requests",
+        type=natural_int,
+        help=f"sent first and not counted (default: one per task, at least {MIN_WARMUP} of different rows)",
+    )
+    group.add_argument(
+        "--metrics",
+        nargs="+",
+        default=[],
+        metavar="HOST:PORT",
+        help="metrics pages of our models, such as localhost:8003: adds token2wav's mean wait and batch size",
+    )
+    return group
 
 
 @dataclass(frozen=True)
 class Jobs:
-    """All requests of a run. split: part of the names of the report's files."""
+    """All requests of a run. split: part of the names of the report's files. rows: a job of each."""
 
     split: str
-    requests: Sequence[Utterance]
-    ids: Sequence[str]
-    new_voices: bool
+    rows: Sequence[LoadJob]
     realistic: bool = False
 
     @classmethod
@@ -117,42 +130,38 @@ class Jobs:
             base = utterance_of(args)
             base = Utterance(base.target_text) if args.use_spk2info_cache else base
             base = dataclasses.replace(base, parameters=request_parameters(args) | {TIMELINE: True})
-            return cls(ONE_REQUEST, [base], [ONE_REQUEST], args.new_voices, args.realistic)
+            return cls(ONE_REQUEST, [LoadJob(ONE_REQUEST, base, args.new_voices)], args.realistic)
         for option in ("target_text", "reference_audio", "reference_text"):
             if getattr(args, option) is not None:
                 raise ClientError(f"--{option.replace('_', '-')} with {split}: each row has its own")
-        requests = [_utterance(sample, args) for sample in samples]
-        return cls(split, requests, [sample.id for sample in samples], args.new_voices, args.realistic)
+        rows = [LoadJob(sample.id, _utterance(sample, args), args.new_voices) for sample in samples]
+        return cls(split, rows, args.realistic)
 
     def __len__(self) -> int:
-        return len(self.requests)
+        return len(self.rows)
+
+    def warmup(self, asked: int | None, tasks: int) -> list[LoadJob]:
+        """Return the jobs before a measurement: as many as asked for, or enough for so many tasks."""
+        return self.take(max(tasks, min(len(self), MIN_WARMUP)) if asked is None else asked)
 
     def take(self, count: int) -> list[LoadJob]:
         """Return `count` jobs, cycling through the rows."""
         jobs, random = [], np.random.default_rng(0)
-        for index, (base, name) in enumerate(islice(cycle(zip(self.requests, self.ids, strict=True)), count)):
+        for index, row in enumerate(islice(cycle(self.rows), count)):
             turn = index // len(self) + 1
-            job = LoadJob(f"{name}@{turn}" if turn > 1 else name, base, self.new_voices)
+            job = dataclasses.replace(row, id=f"{row.id}@{turn}") if turn > 1 else row
             jobs.append(job.realistic(random) if self.realistic else job)
         return jobs
 
 
 def _utterance(sample: Sample, args: argparse.Namespace) -> Utterance:
     """Return the request of a row, with its own voice, that of --speaker, or the server's default."""
-    text_only = Utterance(
-        sample.target_text,
-        parameters=request_parameters(args) | {TIMELINE: True},
-        speaker=args.speaker or None,
-        instruct_text=args.instruct_text or None,
-    )
+    parameters, instruction = request_parameters(args) | {TIMELINE: True}, args.instruct_text or None
     if args.speaker or args.use_spk2info_cache:
-        return text_only
-    return dataclasses.replace(
-        text_only,
-        **of_recording(sample.prompt_audio),
-        reference_text=None if args.cross_lingual or args.instruct_text else sample.prompt_text or None,
-        speaker=sample.speaker or None,
-    )
+        named = args.speaker or None
+        return Utterance(sample.target_text, parameters=parameters, speaker=named, instruct_text=instruction)
+    own = dataclasses.replace(sample.utterance(parameters), instruct_text=instruction)
+    return dataclasses.replace(own, reference_text=None) if args.cross_lingual or instruction else own
 
 
 @dataclass(frozen=True)
@@ -184,36 +193,6 @@ class Load:
     audio_dir: Path | None = None
     metrics: Sequence[str] = ()
 
-    @classmethod
-    def from_arguments(
-        cls,
-        args: argparse.Namespace,
-        servers: Sequence[str],
-        jobs: Jobs,
-        count: int,
-        tasks: int,
-        rate: float | None,
-        audio_dir: Path | None,
-        listening: bool = False,
-    ) -> "Load":
-        """Builds a load of `count` jobs after the warm-up; the other settings are those of `add_load_arguments`."""
-        warmup = args.warmup_requests
-        if warmup is None:
-            warmup = max(tasks, min(len(jobs), MIN_WARMUP))
-        return cls(
-            servers=servers,
-            model=args.model_name,
-            mode=args.mode,
-            jobs=jobs.take(count),
-            warmup=jobs.take(warmup),
-            tasks=tasks,
-            rate=rate,
-            listening=listening,
-            timeout=args.timeout,
-            audio_dir=audio_dir,
-            metrics=args.metrics,
-        )
-
     def settings(self) -> dict[str, Any]:
         """Return the settings, JSON-ready."""
         return {
@@ -232,24 +211,3 @@ class Load:
         if self.rate is not None:
             return f"{self.rate:g} requests per second"
         return f"{self.tasks} listeners" if self.listening else f"{self.tasks} at once"
-
-
-def add_load_arguments(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
-    """Adds the options of a measurement and returns their group; the caller adds the concurrency or rate."""
-    group = parser.add_argument_group("measuring")
-    group.add_argument(
-        "--warmup-requests",
-        type=natural_int,
-        help=f"sent first and not counted (default: one per task, at least {MIN_WARMUP} of different rows)",
-    )
-    group.add_argument(
-        "--log-interval", type=positive_int, default=5, help="requests between two updates of the percentiles"
-    )
-    group.add_argument(
-        "--metrics",
-        nargs="+",
-        default=[],
-        metavar="HOST:PORT",
-        help="metrics pages of our models, such as localhost:8003: adds token2wav's mean wait and batch size",
-    )
-    return group

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from typing import Any, Protocol
@@ -54,17 +54,14 @@ MAX_IN_FLIGHT = 2048  # at a given rate: with more the server is overloaded, and
 
 
 class Progress:
-    """Show how many requests have ended, and when the latest were heard. interval: see `runner.measured`."""
+    """Show how many requests have ended, and when the latest were heard."""
 
-    def __init__(self, total: int, title: str, interval: int) -> None:
+    def __init__(self, total: int, title: str) -> None:
         self._total = total
         self._title = title
-        self._interval = interval
         self._bar: tqdm[None] | None = None
         self._audible: deque[float] = deque(maxlen=RECENT)
-        self._answered = 0
-        self._errors = self._refused = 0
-        self._percentiles = ""
+        self._endings: Counter[str] = Counter()
 
     def begins(self, phase: str) -> None:
         """Begins a new bar, because the warm-up or the measurement starts."""
@@ -74,23 +71,17 @@ class Progress:
     def ended(self, outcome: RequestOutcome, live: int) -> None:
         """Counts a request that has ended; `live` others are in flight."""
         assert self._bar is not None, "call begins() first"
-        if outcome.refused:
-            self._refused += 1
-        elif outcome.failed:
-            self._errors += 1
-            if self._errors <= SHOWN_ERRORS:
-                more = "; further ones are in the report" if self._errors == SHOWN_ERRORS else ""
-                self._bar.write(f"failed: {outcome.id}: {outcome.error}{more}", file=sys.stderr)
-        elif not outcome.error:
-            self._answered += 1
-            if (audible := outcome.audible()) is not None:
-                self._audible.append(1000 * audible)
-            if self._audible and (self._answered == 1 or self._answered % self._interval == 0):
-                p50, p95 = np.percentile(self._audible, (50, 95))
-                self._percentiles = f"first audible p50 {p50:.0f} p95 {p95:.0f} ms, "
-        self._bar.set_postfix_str(
-            f"{self._percentiles}{live} in flight, {self._refused} refused, {self._errors} failed", refresh=False
-        )
+        self._endings["failed" if outcome.failed else outcome.ending] += 1
+        if outcome.failed and self._endings["failed"] <= SHOWN_ERRORS:
+            more = "; further ones are in the report" if self._endings["failed"] == SHOWN_ERRORS else ""
+            self._bar.write(f"failed: {outcome.id}: {outcome.error}{more}", file=sys.stderr)
+        if not outcome.error and (audible := outcome.audible()) is not None:
+            self._audible.append(1000 * audible)
+        shown = f"{live} in flight, {self._endings['refused']} refused, {self._endings['failed']} failed"
+        if self._audible:
+            p50, p95 = np.percentile(self._audible, (50, 95))
+            shown = f"first audible p50 {p50:.0f} p95 {p95:.0f} ms, {shown}"
+        self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update()
 
     def close(self) -> None:
@@ -171,12 +162,12 @@ class Observer(Protocol):
         """Note that a request has ended while `live` others are in flight."""
 
 
-def measured(load: Load, title: str, interval: int, doors: Mapping[str, Door] = NO_DOORS) -> Run:
-    """Run a load with a progress bar. interval: requests between two updates of its percentiles.
+def measured(load: Load, title: str, doors: Mapping[str, Door] = NO_DOORS) -> Run:
+    """Run a load with a progress bar.
 
     doors, ClientError: as in `run`. Ctrl-C and SIGTERM end the run early; what was measured so far is returned.
     """
-    progress = Progress(len(load.jobs), title, interval)
+    progress = Progress(len(load.jobs), title)
 
     async def work() -> Run:
         with interruptible():
@@ -240,7 +231,7 @@ class _Runner:
                 interrupted = True
         return Run(
             outcomes=self._outcomes,
-            elapsed=max((outcome.begun + outcome.total for outcome in self._outcomes), default=0.0),
+            elapsed=max((outcome.ended for outcome in self._outcomes), default=0.0),
             unsent=len(load.jobs) - len(self._outcomes),
             lost=self._watch.lost,
             interrupted=interrupted,
@@ -277,7 +268,7 @@ class _Runner:
             self._taken += 1
             job = jobs[self._taken - 1]
             outcome = await self._request(job, job.door or server, start)
-            if outcome.refused or outcome.failed and load.persistent and not outcome.hung:
+            if outcome.ending == "refused" or outcome.ending == "failed" and load.persistent:
                 await asyncio.sleep(load.pause)
             elif load.listening and self._taken < len(jobs) and outcome.arrivals:
                 await asyncio.sleep(start + outcome.arrivals[0] + outcome.seconds - time.perf_counter())

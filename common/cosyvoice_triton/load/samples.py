@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from tqdm import tqdm
 
+from cosyvoice_triton.client.utterance import Parameters, Utterance, of_recording
 from cosyvoice_triton.constants import SPEECH_VOCAB
 from cosyvoice_triton.errors import json_kind
 from cosyvoice_triton.voice.audio import load_recording
@@ -49,6 +50,16 @@ class Sample:
     prompt_text: str = ""
     speaker: str = ""
     target_audio_cosy2_tokens: np.ndarray | None = None
+
+    def utterance(self, parameters: Parameters) -> Utterance:
+        """Return the request for it; without a transcript the voice is cloned cross-lingually."""
+        return Utterance(
+            self.target_text,
+            **of_recording(self.prompt_audio),
+            reference_text=self.prompt_text or None,
+            speaker=self.speaker or None,
+            parameters=parameters,
+        )
 
 
 def read_manifest(path: Path, *, limit: int | None = None) -> list[Sample]:
