@@ -30,9 +30,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("dest", type=Path, help="directory to write, for example models/random")
     parser.add_argument("--weights", choices=get_args(Weights), default="random")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--leading-silence", action="store_true", help="answers begin with silent tokens: 7, often 20")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    made = make(args.dest, args.weights, args.seed)
+    made = make(args.dest, args.weights, args.seed, args.leading_silence)
     print(f"{args.dest}: {'made' if made else 'exists already'}, RANDOM weights, whose speech is noise")
     return 0
 

@@ -15,6 +15,7 @@ from cosyvoice_triton.demo_checkpoint import MANIFEST, has_random_weights
 from cosyvoice_triton.llm import speech_tokens
 from cosyvoice_triton.networks import flow, hift
 from cosyvoice_triton.networks.hift import HiFTConfig
+from cosyvoice_triton.voice.silent_tokens import FILE as SILENT_TOKENS
 
 from tests.random_weights import llm, speaker, speech_tokenizer, token2wav
 
@@ -56,10 +57,17 @@ OFFICIAL = CheckpointSizes(
 )
 
 
-def parts(sizes: CheckpointSizes, seed: int) -> dict[str, Writer]:
+def parts(sizes: CheckpointSizes, seed: int, leading_silence: bool) -> dict[str, Writer]:
     """Return path in the checkpoint -> function that writes it. The stacks share no weights, as in official ones."""
     found: dict[str, Writer] = {
-        model.directory: partial(llm.make_llm, seed=seed, sizes=sizes.lm, dtype=sizes.lm_dtype, rules=model.tokenizer)
+        model.directory: partial(
+            llm.make_llm,
+            seed=seed,
+            sizes=sizes.lm,
+            dtype=sizes.lm_dtype,
+            rules=model.tokenizer,
+            leading_silence=leading_silence,
+        )
         for model in dict.fromkeys(stack.llm for stack in stacks.BUILT_IN)
     }
     for number, (stack, config) in enumerate(zip(token2wav.FLOWS, sizes.flows, strict=True)):
@@ -70,6 +78,8 @@ def parts(sizes: CheckpointSizes, seed: int) -> dict[str, Writer]:
             stack.flow: partial(token2wav.write_flow, stack=stack, seed=own, sizes=config),
             stack.hift: partial(token2wav.write_hift, stack=stack, seed=own, sizes=sizes.generator),
         }
+        if leading_silence:
+            files[SILENT_TOKENS] = lambda path: path.write_text(json.dumps(list(llm.SILENT_IDS)), encoding="utf-8")
         found |= {str(stack.checkpoint / name): write for name, write in files.items()}
     return found
 
@@ -79,11 +89,11 @@ def _write_tokenizer(path: Path, seed: int, sizes: CheckpointSizes) -> None:
     speech_tokenizer.write_speech_tokenizer(path, speech_tokenizer.random_weights(seed, width, layers), ABOUT)
 
 
-def make(dest: Path, weights: Weights = "random", seed: int = 0) -> bool:
+def make(dest: Path, weights: Weights = "random", seed: int = 0, leading_silence: bool = False) -> bool:
     """Write the checkpoint to `dest` unless it is there; return whether it was written. ValueError if `dest` is
-    something else."""
+    something else. leading_silence: answers begin with silent tokens, as `llm.SILENT_STARTS` says."""
     manifest = dest / MANIFEST
-    wanted = {"weights": weights, "recipe": _recipe(seed)}
+    wanted = {"weights": weights, "recipe": _recipe(seed), "leading_silence": leading_silence}
     if manifest.is_file() and json.loads(manifest.read_text(encoding="utf-8")) == wanted:
         return False
     dest.mkdir(parents=True, exist_ok=True)
@@ -94,7 +104,7 @@ def make(dest: Path, weights: Weights = "random", seed: int = 0) -> bool:
     for entry in dest.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
-    for name, write in parts(SMALL if weights == "random" else OFFICIAL, seed).items():
+    for name, write in parts(SMALL if weights == "random" else OFFICIAL, seed, leading_silence).items():
         print(f"random weights: {dest / name}", flush=True)
         (dest / name).parent.mkdir(parents=True, exist_ok=True)
         write(dest / name)

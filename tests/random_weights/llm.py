@@ -55,6 +55,13 @@ RESERVED = PHASES + 2
 # tokens have no phase, and generation starts at the first phase after any prompt.
 FIRST_UTTERED = 2 * SPEECH_VOCAB // 3
 
+# With leading silence an answer begins with silent tokens, as official ones do: about 7 at the median, 20 at the 95th
+# percentile. They have phases of their own, of two tokens on average like the others, before the first one. An answer
+# begins in one of them: SILENT_STARTS has the number of tokens that may be the first, of each phase from the last on.
+SILENT_STARTS = (4, 8, 11, 12, 9, 8, 6, 5, 4, 3, 3, 2)
+SILENT_PHASE = max(SILENT_STARTS)  # tokens of each
+SILENT_IDS = range(SPEECH_VOCAB - SILENT_PHASE * len(SILENT_STARTS), SPEECH_VOCAB)
+
 RESERVED_AMPLITUDE = 4.0  # of a reserved channel in an embedding; the others have a standard deviation of 0.5
 FOLLOWS = 3.0  # weight of the output head on the channels of a token's possible predecessors
 ENDS = 4.0  # the same for the end token, which competes with every token of the last phase
@@ -68,12 +75,37 @@ def make_llm(
     sizes: LLMSizes = SMALL,
     dtype: torch.dtype = torch.float32,
     rules: TokenizerRules = COSYVOICE2,
+    leading_silence: bool = False,
 ) -> None:
     """Write the LLM with random weights and the control tokens of `rules` to `directory`."""
     tokenizer = build_tokenizer(text_vocab=sizes.text_vocab, rules=rules)
     ids = tokenizer.get_vocab()
     weights = random_weights(sizes, len(ids), ids[added_tokens(rules)[0]], ids[rules.ends[0]], seed)
+    if leading_silence:
+        lead_with_silence(weights, ids[added_tokens(rules)[0]])
     save_llm(directory, tokenizer, sizes, {key: weight.to(dtype) for key, weight in weights.items()})
+
+
+def lead_with_silence(weights: dict[str, torch.Tensor], offset: int) -> None:
+    """Let the network begin with SILENT_IDS. `offset`: id of `<|s_0|>`."""
+    embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]  # (vocab, hidden)
+    channels = slice(RESERVED, RESERVED + len(SILENT_STARTS))
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight[channels] = 0.0
+    ids = torch.tensor(SILENT_IDS).reshape(len(SILENT_STARTS), SILENT_PHASE) + offset
+    for each in (embedding, head):
+        each[ids, :RESERVED] = 0.0
+        each[:, channels] = 0.0
+    embedding[ids, ALWAYS] = RESERVED_AMPLITUDE
+    head[:, START] = 0.0
+    following = torch.arange(FIRST_UTTERED, SILENT_IDS[0], PHASES) + offset  # the first phase
+    for phase, (own, starts) in enumerate(zip(ids, SILENT_STARTS, strict=True), RESERVED):
+        embedding[own, phase] = RESERVED_AMPLITUDE
+        head[own, phase] = FOLLOWS
+        head[own[:starts], START] = FOLLOWS
+        head[following, phase] = FOLLOWS
+        following = own
 
 
 def save_llm(directory: Path, tokenizer: Tokenizer, sizes: LLMSizes, weights: Mapping[str, torch.Tensor]) -> None:

@@ -35,7 +35,7 @@ def references() -> list[np.ndarray]:
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models")
     for name in ("speech_tokenizer_v2_25hz.onnx", "campplus.onnx"):
-        parts(SMALL, 0)[f"{DIT_DIR}/{name}"](directory / name)
+        parts(SMALL, 0, leading_silence=False)[f"{DIT_DIR}/{name}"](directory / name)
     return directory
 
 
