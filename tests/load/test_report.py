@@ -1,25 +1,13 @@
 """Figures of runs with fixed outcomes, and their reports: upstream's keys, tables, counters of the servers."""
 
-import asyncio
 from typing import Any
 
 import numpy as np
 import pytest
 from cosyvoice_triton.audible import PLAYER_SECONDS, leading_silence
 from cosyvoice_triton.constants import SAMPLE_RATE
-from cosyvoice_triton.load.measure import (
-    ModelTimes,
-    RequestOutcome,
-    Run,
-    between,
-    distribution,
-    token2wav_counters,
-    token2wav_figures,
-)
+from cosyvoice_triton.load.measure import ModelTimes, RequestOutcome, Run, between, distribution
 from cosyvoice_triton.load.report import closing_lines, disaggregated_table, markdown_tables, rtf_text, statistics_text
-from cosyvoice_triton.server.tritonserver import free_port
-
-from tests.support.http_servers import Page, echo_server, http_server
 
 TIMELINE = (("voice", 0.01), ("llm", 0.02), ("prompt_cache", 0.03), ("tokens", 0.04), ("audio", 0.09))
 
@@ -66,8 +54,6 @@ def test_refusals_are_no_errors_and_their_time_is_reported() -> None:
     assert (figures["requests"], figures["errors"], figures["refused"]) == (3, 0, 3)
     assert "p50 20" in closing_lines(figures)[1] and "max 30 ms" in closing_lines(figures)[1]
     assert "| 1 | 3 | 20.00 |" in markdown_tables([figures], "Concurrent Tasks")
-    counted = figures | {"vocoder": {"mean_wait_ms": 1.0, "mean_batch": 2.0, "refused": {"capacity": 2, "gaps": 1}}}
-    assert "| 30.00 | capacity 2, gaps 1 |" in markdown_tables([counted], "Concurrent Tasks")
     assert Run(outcomes, elapsed=1.0).complete
 
 
@@ -100,40 +86,6 @@ def test_requests_before_the_run_are_not_counted() -> None:
     (model,) = between(before, after)
     assert (model.name, model.requests) == ("token2wav", 4) and model.queue == pytest.approx(0.2)
     assert "mean queue time 50.00 ms" in statistics_text([model])
-
-
-def test_the_wait_and_batch_size_of_token2wav_are_means_over_its_instances() -> None:
-    page = """
-        # TYPE tts_token2wav_chunks_total counter
-        tts_token2wav_chunks_total{model="token2wav_dit",instance="0"} 30
-        tts_token2wav_chunks_total{model="token2wav_dit",instance="1"} 10
-        tts_token2wav_batches_total{model="token2wav_dit",instance="0"} 10
-        tts_token2wav_waited_seconds_total{model="token2wav_dit",instance="0"} 0.4
-        tts_token2wav_refused_total{instance="0",model="token2wav_dit",reason="capacity"} 7
-        tts_token2wav_refused_total{instance="1",model="token2wav_dit",reason="capacity"} 1
-        tts_token2wav_refused_total{instance="0",model="token2wav_dit",reason="gaps"} 2
-        tts_token2wav_refused_total{reason="rate"} 0
-    """
-
-    class Metrics(Page):
-        def answer(self) -> None:
-            self.reply(200, "\n".join(line.strip() for line in page.splitlines()).encode())
-
-    with http_server(Metrics) as server:
-        counters = asyncio.run(token2wav_counters([f"127.0.0.1:{server.server_port}"]))
-    refused = {"refused capacity": 8, "refused gaps": 2, "refused rate": 0}
-    assert counters == {"chunks": 40, "batches": 10, "waited_seconds": 0.4} | refused
-    before = {"chunks": 20.0, "batches": 6.0, "waited_seconds": 0.2, "refused gaps": 2.0}
-    figures = token2wav_figures(before, counters)
-    assert figures and figures.pop("refused") == {"capacity": 8}
-    assert figures == pytest.approx({"mean_wait_ms": 10.0, "mean_batch": 5.0})
-
-
-def test_an_unreachable_metrics_page_gives_no_counters() -> None:
-    assert asyncio.run(token2wav_counters([f"127.0.0.1:{free_port()}"])) == {}
-    with echo_server() as port:
-        assert asyncio.run(token2wav_counters([f"127.0.0.1:{port}"])) == {}
-    assert token2wav_figures({}, {}) is None
 
 
 def outcome(

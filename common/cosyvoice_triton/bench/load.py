@@ -146,7 +146,6 @@ def _sweep(args: argparse.Namespace, command: list[str], doors: Mapping[str, Doo
             rate=rate,
             listening=bool(args.listeners),
             timeout=args.timeout,
-            metrics=args.metrics,
         )
         run = measured(load, load.shape(), doors)
         found.add(load, run)

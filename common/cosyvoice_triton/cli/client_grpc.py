@@ -82,7 +82,6 @@ def measure(args: argparse.Namespace, server: str) -> int:
         tasks=args.num_tasks,
         rate=args.request_rate,
         timeout=args.timeout,
-        metrics=args.metrics,
         audio_dir=directory,
     )
     run = measured(load, f"{load.model} {load.mode}")

@@ -2,32 +2,24 @@
 
 Times are seconds of one clock; `figures` converts them to ms. Triton's statistics have the queue and compute times of
 each model. Models that continue after `execute` has returned (the orchestrators, `tensorrt_llm`, `token2wav*`) have
-compute times near zero there; see `RequestOutcome.stages` instead. token2wav's queue and batches are counted on the
-metrics page of our models.
+compute times near zero there; see `RequestOutcome.stages` instead.
 """
 
-import asyncio
 import math
-import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from http.client import HTTPException
 from typing import Any, Literal
 
 import numpy as np
 import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException
 
-from cosyvoice_triton.addresses import open_page
 from cosyvoice_triton.audible import PLAYER_SECONDS, Playback
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import is_overloaded
-from cosyvoice_triton.monitoring.metrics import sum_of
 
 STATISTICS_SECONDS = 10.0
-TOKEN2WAV_COUNTERS = ("chunks", "batches", "waited_seconds")  # tts_token2wav_..._total
-REFUSED = re.compile(r'^tts_token2wav_refused_total\{(?:[^}]*,)?reason="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
 LOOPS = 300_000
 RUNS = 7
 PERCENTILES = (50, 90, 95, 99)
@@ -55,10 +47,12 @@ class ModelTimes:
     compute_infer: float = 0.0
     compute_output: float = 0.0
 
-    def since(self, before: Iterable["ModelTimes"]) -> "ModelTimes":
-        """Return what was added since an earlier reading of all models."""
-        known = [model for model in before if (model.server, model.name) == (self.server, self.name)]
-        sums = {f.name: getattr(self, f.name) - sum(getattr(each, f.name) for each in known) for f in fields(self)[2:]}
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.server, self.name
+
+    def since(self, before: "ModelTimes") -> "ModelTimes":
+        sums = {f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)[2:]}
         return ModelTimes(self.server, self.name, **sums)
 
 
@@ -87,55 +81,11 @@ def _of(server: str, model: Any) -> ModelTimes:
     )
 
 
-def between(before: Sequence[ModelTimes], after: Iterable[ModelTimes]) -> list[ModelTimes]:
+def between(before: Iterable[ModelTimes], after: Iterable[ModelTimes]) -> list[ModelTimes]:
     """Return the differences of two readings, for models that had requests."""
-    added = [model.since(before) for model in after]
+    known = {model.key: model for model in before}
+    added = [model.since(known.get(model.key, ModelTimes(*model.key))) for model in after]
     return [model for model in added if model.requests or model.failures]
-
-
-async def token2wav_counters(pages: Sequence[str]) -> dict[str, float]:
-    """Return sums of token2wav's counters over the metrics pages host:port, and of its refusals by their limit.
-
-    Empty if a page cannot be read.
-    """
-    if not (texts := await _texts(pages)):
-        return {}
-    counters = {name: sum(sum_of(text, f"tts_token2wav_{name}_total") for text in texts) for name in TOKEN2WAV_COUNTERS}
-    for reason, count in (line for text in texts for line in REFUSED.findall(text)):
-        counters[f"refused {reason}"] = counters.get(f"refused {reason}", 0.0) + float(count)
-    return counters
-
-
-async def _texts(pages: Sequence[str]) -> list[str]:
-    """Return the content of metrics pages; nothing if one cannot be read."""
-    try:
-        return [await asyncio.to_thread(_page, page) for page in pages]
-    except (OSError, ValueError, HTTPException):  # urllib's own errors are OSErrors; the others: not HTTP, not UTF-8
-        return []
-
-
-def _page(address: str) -> str:
-    with open_page(f"http://{address}/metrics", STATISTICS_SECONDS) as answer:
-        return str(answer.read().decode())
-
-
-def token2wav_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any] | None:
-    """Return a chunk's mean wait for its batch, ms, the mean batch size, and how many listeners each limit refused.
-
-    None without counters or chunks.
-    """
-    added = {name: count - before.get(name, 0.0) for name, count in after.items()}
-    if not before or added.get("chunks", 0) <= 0 or added["batches"] <= 0:
-        return None
-    return {
-        "mean_wait_ms": 1000 * added["waited_seconds"] / added["chunks"],
-        "mean_batch": added["chunks"] / added["batches"],
-        "refused": {
-            name.removeprefix("refused "): int(count)
-            for name, count in sorted(added.items())
-            if name.startswith("refused ") and count > 0
-        },
-    }
 
 
 def host_ms() -> float:
@@ -265,7 +215,7 @@ class Run:
 
     elapsed: from the start of the first request to the end of the last. unsent: requests not made because no server was
     left or the run was interrupted. lost: servers that stopped answering, and how. client_lag: scheduling delay of this
-    process, 95th percentile. models, vocoder: counters of the servers, see `statistics`; `vocoder` is token2wav's.
+    process, 95th percentile. models: the servers' counters.
     """
 
     outcomes: Sequence[RequestOutcome]
@@ -275,7 +225,6 @@ class Run:
     interrupted: bool = False
     client_lag: float = 0.0
     models: Sequence[ModelTimes] = ()
-    vocoder: dict[str, Any] | None = None
 
     @property
     def good(self) -> list[RequestOutcome]:
@@ -328,7 +277,6 @@ class Run:
             "unbuffered_worst_gap_ms": _ms(max(unbuffered)) if unbuffered else None,
             "worst_gap_ms": _ms(max(gaps)) if gaps else None,
             "stages_ms": {name: distribution(shares[name] for shares in stages if name in shares) for name in names},
-            "vocoder": self.vocoder,
             "client_lag_p95_ms": _ms(self.client_lag),
             "cancelled": sum(outcome.ending == "cancelled" for outcome in self.outcomes),
         }

@@ -100,13 +100,6 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> "argparse._ArgumentGro
         type=natural_int,
         help=f"sent first and not counted (default: one per task, at least {MIN_WARMUP} of different rows)",
     )
-    group.add_argument(
-        "--metrics",
-        nargs="+",
-        default=[],
-        metavar="HOST:PORT",
-        help="metrics pages of our models, such as localhost:8003: adds token2wav's mean wait and batch size",
-    )
     return group
 
 
@@ -173,8 +166,7 @@ class Load:
     the closed loop waits until its audio has been played before the next request. warmup: jobs that run first and are
     not counted. seconds: for which the closed loop sends requests. timeout: of a whole answer; patience: without any
     part of it. persistent: a server that ends comes back; a task sends nothing for `pause` seconds after an error then,
-    otherwise only after a refusal. audio_dir: where the audio is written, None to drop it. metrics: host:port of the
-    servers' metrics pages.
+    otherwise only after a refusal. audio_dir: where the audio is written, None to drop it.
     """
 
     servers: Sequence[str]
@@ -191,7 +183,6 @@ class Load:
     persistent: bool = False
     pause: float = REFUSED_PAUSE
     audio_dir: Path | None = None
-    metrics: Sequence[str] = ()
 
     def settings(self) -> dict[str, Any]:
         """Return the settings, JSON-ready."""

@@ -174,11 +174,6 @@ REFUSALS: Columns = {
     "50th Percentile (ms)": _part("refusal_ms", "p50"),
     "95th Percentile (ms)": _part("refusal_ms", "p95"),
     "Longest (ms)": _part("refusal_ms", "max"),
-    "By token2wav's Limit": lambda row: _limits(row),
-}
-BATCHES: Columns = {
-    "Mean Wait of a Chunk (ms)": _part("vocoder", "mean_wait_ms"),
-    "Mean Batch": _part("vocoder", "mean_batch"),
 }
 
 
@@ -189,8 +184,6 @@ def markdown_tables(rows: Sequence[Figures], label: str) -> str:
     shown = list(TABLES.items())
     if any(row["refused"] for row in rows):
         shown.append(("Refusals: Time until the Answer (ms)", REFUSALS))
-    if any(row["vocoder"] for row in rows):
-        shown.append(("token2wav: Wait for a Batch, Size of a Batch", BATCHES))
     if stages:
         shown.append((waits, stages))
     tables = (f"#### {title}\n\n{_table({label: itemgetter('label'), **columns}, rows)}" for title, columns in shown)
@@ -227,11 +220,6 @@ def _cell(value: object) -> str:
 
 def _table(columns: Columns, rows: Sequence[Figures]) -> str:
     return table(columns, [[cell(row) for cell in columns.values()] for row in rows])
-
-
-def _limits(row: Figures) -> str:
-    """Return how many each of token2wav's limits refused, if its counters were read."""
-    return ", ".join(f"{limit} {count}" for limit, count in ((row["vocoder"] or {}).get("refused") or {}).items())
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -26,16 +26,7 @@ from cosyvoice_triton.audible import leading_silence
 from cosyvoice_triton.client.answer import Recorder, SpeechResult
 from cosyvoice_triton.client.failures import ClientError, one_line
 from cosyvoice_triton.load.doors import Door, opened
-from cosyvoice_triton.load.measure import (
-    CANCELLED,
-    HUNG,
-    ModelTimes,
-    RequestOutcome,
-    Run,
-    between,
-    token2wav_counters,
-    token2wav_figures,
-)
+from cosyvoice_triton.load.measure import CANCELLED, HUNG, ModelTimes, RequestOutcome, Run, between
 from cosyvoice_triton.load.plan import Load, LoadJob
 from cosyvoice_triton.tasks import TaskScope
 
@@ -217,7 +208,6 @@ class _Runner:
         self._counts = False  # whether outcomes count, as they do after the warm-up
         self._begun = 0.0
         self._models: list[ModelTimes] = []  # the servers' counters before the measurement
-        self._vocoder: dict[str, float] = {}
 
     async def run(self) -> Run:
         load, interrupted = self._load, False
@@ -237,7 +227,6 @@ class _Runner:
             interrupted=interrupted,
             client_lag=float(np.percentile(late, 95)) if late else 0.0,
             models=between(self._models, await self._model_times()) if self._counts else [],
-            vocoder=token2wav_figures(self._vocoder, await token2wav_counters(load.metrics)),
         )
 
     async def _phases(self, late: list[float]) -> None:
@@ -245,7 +234,7 @@ class _Runner:
         load = self._load
         self._observer.begins("warming up")
         await self._closed(load.warmup)
-        self._models, self._vocoder = await self._model_times(), await token2wav_counters(load.metrics)
+        self._models = await self._model_times()
         late.clear()
         self._observer.begins("measuring")
         self._counts, self._begun = True, time.perf_counter()
