@@ -250,7 +250,7 @@ class Quiet(FakeToken2Wav):
         async def rendered(tokens: Sequence[int], hop: Hop, audio_left: float | None = None) -> np.ndarray:
             await render(tokens, hop, audio_left)
             withheld = 0 if hop.final else WITHHELD_TOKENS
-            return self.sound(tokens[max(0, hop.offset - WITHHELD_TOKENS) : hop.end - withheld])
+            return self.sound(tokens[max(0, hop.offset - WITHHELD_TOKENS) : hop.offset + hop.length - withheld])
 
         stream.render = rendered  # type: ignore[method-assign]
         return stream

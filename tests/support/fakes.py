@@ -197,7 +197,7 @@ class FakeToken2WavStream:
         if len(self.hops) - 1 in self._token2wav.failures:
             raise self._token2wav.failures[len(self.hops) - 1]
         self.live = not hop.final
-        return audio_of(self.prompt, tokens[hop.offset : hop.end])
+        return audio_of(self.prompt, tokens[hop.offset : hop.offset + hop.length])
 
     async def abort(self) -> None:
         if self.live:
