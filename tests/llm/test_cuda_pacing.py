@@ -14,7 +14,7 @@ import pytest
 from cosyvoice_triton.constants import TOKEN_RATE
 from cosyvoice_triton.llm.checkpoint import LLMLimits
 from cosyvoice_triton.llm.engines.cuda.engine import CudaEngine
-from cosyvoice_triton.llm.engines.cuda.page_pool import PagePool
+from cosyvoice_triton.llm.engines.cuda.scheduler import PagePool
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.interface import URGENT_TOKENS, Sampling
 from cosyvoice_triton.profiles import H200

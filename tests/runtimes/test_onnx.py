@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 import torch
 from cosyvoice_triton import stacks
-from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM
+from cosyvoice_triton.constants import MEL_BINS, SPEAKER_DIM
 from cosyvoice_triton.export import engines, precision
 from cosyvoice_triton.export import engines as export_engines
 from cosyvoice_triton.export import onnx as export_onnx
@@ -30,7 +30,7 @@ from cosyvoice_triton.token2wav.gpu.precision import Precision
 from cosyvoice_triton.voice.prompt import Prompt
 from torch import Tensor
 
-from tests.support import fake_tensorrt, tiny_onnx
+from tests.support import fake_tensorrt, streams, tiny_onnx
 
 pytestmark = pytest.mark.slow  # nearly all tests need the exported networks
 
@@ -39,7 +39,7 @@ UNET, UNET_STREAMING = (signature_of(stacks.UNET, use) for use in ("whole", "str
 SIGNATURES = {"unet": (UNET, UNET_STREAMING), "dit": tuple(signature_of(stacks.DIT, use) for use in ("whole", "chunk"))}
 STACKS = tuple(DIRECTORIES)
 FLOAT32 = Precision(torch.float32, torch.float32)
-HOPS = (15, 25, 40)
+HOPS = [15, 25, 40]
 
 
 @pytest.fixture(scope="module")
@@ -65,24 +65,13 @@ def voice(seed: int, length: int) -> Prompt:
     return Prompt(rng.integers(0, 6561, length), mel, rng.normal(size=SPEAKER_DIM).astype(np.float32), text="")
 
 
-def synthesize_together(stack: str, subject: Token2Wav) -> list[np.ndarray]:
+def synthesize_together(subject: Token2Wav) -> list[np.ndarray]:
     """Audio of three streams with different voices and lengths, rendered in common batches. One has no prompt."""
-    streams = [subject.open(voice(seed, length)) for seed, length in enumerate((20, 0, 34))]
-    tokens = [np.random.default_rng(9 + seed).integers(0, 6561, sum(HOPS) + 4 + seed) for seed in range(3)]
-    audio: list[list[np.ndarray]] = [[], [], []]
-    at = 0
-    for hop in (*HOPS, None):
-        end = None if hop is None else at + hop + LOOKAHEAD_TOKENS
-        chunks = [
-            subject.chunk(stream, of[0 if stack == "unet" else at : end], final=hop is None, offset=at)
-            for stream, of in zip(streams, tokens, strict=True)
-        ]
-        for parts, result in zip(audio, subject.step(chunks), strict=True):
-            parts.append(result)
-        at += hop or 0
-    for stream in streams:
-        subject.close(stream)
-    return [np.concatenate(parts) for parts in audio]
+    plans = []
+    for seed, length in enumerate((20, 0, 34)):
+        tokens = np.random.default_rng(9 + seed).integers(0, 6561, sum(HOPS) + 4 + seed)
+        plans.append(streams.Plan(voice(seed, length), streams.pieces(subject, tokens, HOPS)))
+    return streams.together(subject, plans)
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -98,7 +87,7 @@ def test_files_have_the_names_inputs_and_outputs_of_upstream(exported, stack):
 @pytest.mark.parametrize(("stack", "kept"), [*((stack, "auto") for stack in STACKS), ("dit", "int8")])
 def test_streams_are_equal_on_torch_and_onnxruntime(exported, stack, kept):
     on_torch, on_onnx = (engine(stack, exported[stack], runtime, kept) for runtime in ("torch", "onnxruntime"))
-    for ours, theirs in zip(synthesize_together(stack, on_torch), synthesize_together(stack, on_onnx), strict=True):
+    for ours, theirs in zip(synthesize_together(on_torch), synthesize_together(on_onnx), strict=True):
         assert np.abs(ours).max() > 0.01
         # In 8 bits, a value between two integers is rounded either way.
         np.testing.assert_allclose(theirs, ours, atol=1e-3 if kept == "auto" else 1e-2)
@@ -124,9 +113,9 @@ class TwoRowNetwork(Network):
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_batches_larger_than_a_profile_run_in_pieces(exported, stack, monkeypatch):
-    whole = synthesize_together(stack, engine(stack, exported[stack], "onnxruntime"))
+    whole = synthesize_together(engine(stack, exported[stack], "onnxruntime"))
     monkeypatch.setattr(onnx_runtime, "OnnxNetwork", lambda path, original=OnnxNetwork: TwoRowNetwork(original(path)))
-    in_pieces = synthesize_together(stack, engine(stack, exported[stack], "onnxruntime"))
+    in_pieces = synthesize_together(engine(stack, exported[stack], "onnxruntime"))
     for pieces, together in zip(in_pieces, whole, strict=True):
         np.testing.assert_allclose(pieces, together, atol=1e-3)
 

@@ -13,7 +13,7 @@ most one segment ahead of token2wav. A text in pieces is one segment, for which 
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,13 +35,12 @@ from cosyvoice_triton.orchestrator.report import UNHEARD, Events
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavPort, Token2WavSequence
 from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter, TokenBuffer
-from cosyvoice_triton.orchestrator.tone import last_sentence
 from cosyvoice_triton.refusals import LastRefusal
 from cosyvoice_triton.tasks import TaskScope
 from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.text.markup import Pause
 from cosyvoice_triton.text.pronunciation import combined
-from cosyvoice_triton.text.segments import is_open
+from cosyvoice_triton.text.segments import SentenceSplitter, expected_seconds, is_open
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.judgement import Judgement, judge
 from cosyvoice_triton.voice.mix import Mix
@@ -57,6 +56,7 @@ CAREFUL_SECONDS = 10.0
 CROWD = 16
 
 SENTENCE_PAUSE = 0.2  # seconds between two segments, beside what is left of their silence
+PAUSE_TOKENS = 3  # silent tokens of a pause between sentences
 
 # The segments of a request, a pause if it ends with one, None at the end. It has one slot, so that the LLM is at most
 # one segment ahead.
@@ -401,3 +401,21 @@ def _silence(segment: TokenBuffer | Pause) -> np.ndarray:
     """Return the pause before a segment, or a pause at the end, as (N,) float32: whole frames."""
     seconds = segment.seconds if isinstance(segment, Pause) else segment.pause
     return np.zeros(round(seconds * MEL_RATE) * HOP_SAMPLES, np.float32)
+
+
+def last_sentence(text: str, tokens: Sequence[int], silent: Collection[int]) -> tuple[str, list[int]]:
+    """Return the last sentence of a segment and its speech ids 0..6560, from the pause that is nearest to where the
+    sentence is expected to begin; all of the segment without such a pause. silent: ids of silence.
+    The LLM continues it in the next segment instead of the recording: so the tone is carried."""
+    splitter = SentenceSplitter()
+    *before, last = filter(str.strip, (*splitter.push(text), splitter.finish()))
+    pauses = [
+        at + PAUSE_TOKENS // 2
+        for at in range(1, len(tokens) - PAUSE_TOKENS)
+        if all(token in silent for token in tokens[at : at + PAUSE_TOKENS])
+    ]
+    if not before or not pauses:
+        return text, list(tokens)
+    spoken = sum(map(expected_seconds, before))
+    begin = len(tokens) * spoken / (spoken + expected_seconds(last))
+    return last, list(tokens[min(pauses, key=lambda at: abs(at - begin)) :])
