@@ -5,6 +5,7 @@ import asyncio
 import random
 import threading
 from collections import deque
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -283,14 +284,11 @@ def test_whoever_submits_waits_for_a_launch_on_a_gpu_but_not_for_work_of_the_cpu
         others[0].join(0.3 if waits else SECONDS)
         waited.append(others[0].is_alive())
 
-    engine = Engine(hold_submissions=waits, before={launch: submit_meanwhile})
-    engine.start()
-    try:
+    with closing(Engine(hold_submissions=waits, before={launch: submit_meanwhile})) as engine:
+        engine.start()
         assert engine.send().wait(SECONDS)
         others[0].join(SECONDS)
         assert waited == [waits] and ended[0].wait(SECONDS)
-    finally:
-        engine.close()
 
 
 def test_whoever_submits_a_crowd_gives_way_to_the_engine():
@@ -306,13 +304,10 @@ def test_whoever_submits_a_crowd_gives_way_to_the_engine():
 
 def test_an_engine_that_rests_is_woken_by_a_request():
     """Its only request is paced, and its next step due in a minute."""
-    engine = Engine(numbers=LLMNumbers(decode_interval_seconds=60))
     paced = GenerationRequest(np.arange(20), Sampling(max_tokens=100), (0,), urgent_tokens=3, played=True)
     told = threading.Event()
-    engine.submit(paced, lambda item: told.set())
-    engine.start()
-    try:
+    with closing(Engine(numbers=LLMNumbers(decode_interval_seconds=60))) as engine:
+        engine.submit(paced, lambda item: told.set())
+        engine.start()
         assert told.wait(SECONDS)
         assert engine.send().wait(SECONDS)
-    finally:
-        engine.close()
