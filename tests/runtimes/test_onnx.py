@@ -3,6 +3,7 @@ built by the real TensorRT for RTX, and run by a fake that computes their ONNX n
 everything but the flow time, and masks make no infinities."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -120,39 +121,33 @@ def test_batches_larger_than_a_profile_run_in_pieces(exported, stack, monkeypatc
         np.testing.assert_allclose(pieces, together, atol=1e-3)
 
 
-class NewestFirst(Network):
-    """A chunk-wise network with upstream's order of frames: new ones before the cached ones."""
+class OtherCache(Network):
+    """A chunk-wise network whose new cache is changed: (.., frames, D), given how many frames were known."""
 
-    def __init__(self, network: Network) -> None:
-        self._network = network
-        self.limits = network.limits
-
-    def run(self, inputs):
-        outputs = self._network.run(inputs)
-        known = inputs["att_cache"].shape[3]
-        cache = outputs["new_att_cache"]
-        return outputs | {"new_att_cache": torch.cat([cache[..., known:, :], cache[..., :known, :]], dim=3)}
-
-
-class CacheDroppingNetwork(NewestFirst):
-    """A network that drops its cached frames."""
+    def __init__(self, network: Network, change: Callable[[Tensor, int], Tensor]) -> None:
+        self._network, self._change, self.limits = network, change, network.limits
 
     def run(self, inputs):
         outputs = self._network.run(inputs)
-        return outputs | {"new_att_cache": torch.zeros_like(outputs["new_att_cache"])}
+        return outputs | {"new_att_cache": self._change(outputs["new_att_cache"], inputs["att_cache"].shape[3])}
 
 
-def dit_on(directory: Path, wrap: type[NewestFirst] | None) -> DiTOnRuntime:
+def newest_first(cache: Tensor, known: int) -> Tensor:
+    """Upstream's order of frames: new ones before the cached ones."""
+    return torch.cat([cache[..., known:, :], cache[..., :known, :]], dim=3)
+
+
+def dit_on(directory: Path, change: Callable[[Tensor, int], Tensor] | None) -> DiTOnRuntime:
     config = load_dit_flow(directory / "flow.pt").config.estimator
     whole, chunk = (OnnxNetwork(directory / signature.file) for signature in SIGNATURES["dit"])
-    chunk = wrap(chunk) if wrap else chunk
+    chunk = OtherCache(chunk, change) if change else chunk
     return DiTOnRuntime(config, whole, chunk, chunk, torch.device("cpu"), torch.float32)
 
 
 def test_a_file_that_puts_the_newest_frames_first_gives_the_same_cache(exported):
     results = []
-    for wrap in (None, NewestFirst):
-        estimator = dit_on(exported["dit"], wrap)
+    for change in (None, newest_first):
+        estimator = dit_on(exported["dit"], change)
         torch.manual_seed(0)
         cache = estimator.empty_cache(1, 2)[0]
         for frames in (12, 20):
@@ -166,7 +161,7 @@ def test_a_file_that_puts_the_newest_frames_first_gives_the_same_cache(exported)
 
 def test_a_network_that_drops_its_cache_is_refused(exported):
     with pytest.raises(ValueError, match="new_att_cache does not hold the frames of its att_cache"):
-        dit_on(exported["dit"], CacheDroppingNetwork)
+        dit_on(exported["dit"], lambda cache, known: torch.zeros_like(cache))
 
 
 def test_a_file_with_other_weights_fails_the_check_and_is_kept(exported, tmp_path, capsys):
