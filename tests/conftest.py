@@ -49,7 +49,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several workers, the files that take longest start first, so that all workers end at about the same time."""
+    """With several workers, the files that take longest start first, so that all workers end at about the same time.
+    Tests on a GPU are skipped where there is none."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip("needs a CUDA device; run on a machine with a GPU"))
     if hasattr(config, "workerinput"):
         same_server = {ROOT / file for file in SAME_SERVER}
         server, slow = ({item.path for item in items if item.get_closest_marker(name)} for name in ("server", "slow"))

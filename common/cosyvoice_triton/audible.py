@@ -7,6 +7,9 @@ Audible are three windows of 20 ms in a row, 10 ms apart, that are at most QUIET
 breath and the h, f or s before a vowel are heard, and a single click is not.
 """
 
+from dataclasses import dataclass, field
+from functools import partial
+
 import numpy as np
 
 from cosyvoice_triton.constants import SAMPLE_RATE
@@ -49,6 +52,7 @@ def leading_silence(waveform: np.ndarray) -> float | None:
     return None if part is None else part[0] / SAMPLE_RATE
 
 
+@dataclass(eq=False)
 class SilenceTrimmer:
     """Cuts the silence at both ends of a segment that comes in chunks.
 
@@ -56,12 +60,12 @@ class SilenceTrimmer:
     short for a window. cut: samples of the start that were dropped so far.
     """
 
-    def __init__(self) -> None:
-        self.cut = 0
-        self._held = np.zeros(0, np.float32)  # the end of the silence before the onset
-        self._begun = False
-        self._loudest = 0.0
-        self._quiet = 0  # samples that were sent since the last audible one
+    cut: int = 0
+    # The end of the silence before the onset.
+    _held: np.ndarray = field(default_factory=partial(np.zeros, 0, np.float32))
+    _begun: bool = False
+    _loudest: float = 0.0
+    _quiet: int = 0  # samples that were sent since the last audible one
 
     def trimmed(self, waveform: np.ndarray, final: bool) -> np.ndarray:
         """Return what is to be sent of the next chunk, float32 (N,): nothing while all is silent. A final one is not

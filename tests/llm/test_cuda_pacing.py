@@ -14,12 +14,13 @@ import pytest
 from cosyvoice_triton.constants import TOKEN_RATE
 from cosyvoice_triton.llm.checkpoint import LLMLimits
 from cosyvoice_triton.llm.engines.cuda.engine import CudaEngine
-from cosyvoice_triton.llm.engines.cuda.page_pool import PagePool
+from cosyvoice_triton.llm.engines.cuda.scheduler import PagePool
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.interface import URGENT_TOKENS, Sampling
 from cosyvoice_triton.profiles import H200
 
 from tests.support.fake_decoder import FakeDecoder
+from tests.support.waiting import Clock
 
 NUMBERS = H200.llm
 UNLIMITED = 1 << 30
@@ -30,15 +31,12 @@ LAUNCH_SECONDS, READBACK_SECONDS = 2e-4, 5e-4  # of the host
 SUBMIT_SECONDS = 1e-4  # between two requests of a crowd
 
 
-class Clock:
+class EventClock(Clock):
     """Time that passes only when it is told to; what is due happens meanwhile."""
 
     def __init__(self):
-        self.now = 0.0
+        super().__init__(0.0)
         self._events = []
-
-    def __call__(self):
-        return self.now
 
     def at(self, time, action):
         heapq.heappush(self._events, (time, len(self._events), action))
@@ -109,7 +107,7 @@ class Simulation:
 
     def __init__(self, numbers=NUMBERS, pages=100_000, **changes):
         numbers = replace(numbers, **changes)
-        self.clock = Clock()
+        self.clock = EventClock()
         self.decoder = TimedDecoder(self.clock, numbers.max_prefill_tokens)
         self.pages = PagePool(pages + 1)
         limits = LLMLimits(1000, 4096)

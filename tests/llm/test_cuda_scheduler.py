@@ -5,14 +5,14 @@ import asyncio
 import random
 import threading
 from collections import deque
+from contextlib import closing
 
 import numpy as np
 import pytest
 from cosyvoice_triton.llm.checkpoint import LLMLimits
 from cosyvoice_triton.llm.engines.cuda.engine import CudaEngine
 from cosyvoice_triton.llm.engines.cuda.operations import FAULT, PAGE
-from cosyvoice_triton.llm.engines.cuda.page_pool import PagePool
-from cosyvoice_triton.llm.engines.cuda.scheduler import Scheduler, SequenceStatus, TokenSequence
+from cosyvoice_triton.llm.engines.cuda.scheduler import PagePool, Scheduler, SequenceStatus, TokenSequence
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.interface import URGENT_TOKENS, Sampling
 from cosyvoice_triton.profiles import LLMNumbers
@@ -284,14 +284,11 @@ def test_whoever_submits_waits_for_a_launch_on_a_gpu_but_not_for_work_of_the_cpu
         others[0].join(0.3 if waits else SECONDS)
         waited.append(others[0].is_alive())
 
-    engine = Engine(hold_submissions=waits, before={launch: submit_meanwhile})
-    engine.start()
-    try:
+    with closing(Engine(hold_submissions=waits, before={launch: submit_meanwhile})) as engine:
+        engine.start()
         assert engine.send().wait(SECONDS)
         others[0].join(SECONDS)
         assert waited == [waits] and ended[0].wait(SECONDS)
-    finally:
-        engine.close()
 
 
 def test_whoever_submits_a_crowd_gives_way_to_the_engine():
@@ -307,13 +304,10 @@ def test_whoever_submits_a_crowd_gives_way_to_the_engine():
 
 def test_an_engine_that_rests_is_woken_by_a_request():
     """Its only request is paced, and its next step due in a minute."""
-    engine = Engine(numbers=LLMNumbers(decode_interval_seconds=60))
     paced = GenerationRequest(np.arange(20), Sampling(max_tokens=100), (0,), urgent_tokens=3, played=True)
     told = threading.Event()
-    engine.submit(paced, lambda item: told.set())
-    engine.start()
-    try:
+    with closing(Engine(numbers=LLMNumbers(decode_interval_seconds=60))) as engine:
+        engine.submit(paced, lambda item: told.set())
+        engine.start()
         assert told.wait(SECONDS)
         assert engine.send().wait(SECONDS)
-    finally:
-        engine.close()

@@ -7,6 +7,7 @@ import dataclasses
 import re
 import shutil
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -270,19 +271,13 @@ def test_an_answer_has_no_text_and_ends_by_an_end_token_or_its_length(engine, to
 
 
 def test_a_seed_means_the_same_on_each_engine(tokenizer, llm_dir, genai_dir):
-    engines = [
-        load_engine("cuda", llm_dir, tokenizer, 1, instance_kind="KIND_CPU"),
-        load_engine("onnxruntime_genai", genai_dir, tokenizer, 1, instance_kind="KIND_CPU"),
-    ]
     sampling = {"temperature": 0.9, "top_k": 25, "top_p": 0.8, "ras_window": 10, "min_tokens": 20, "max_tokens": 20}
-    try:
-        for seed in range(3):
-            request = request_of(tokenizer, "Hello", seed=seed, **sampling)
-            first, other = (asyncio.run(tokens_of(engine, request)) for engine in engines)
-            assert first == other
-    finally:
-        for engine in engines:
-            engine.close()
+    requests = [request_of(tokenizer, "Hello", seed=seed, **sampling) for seed in range(3)]
+    answers = []
+    for name, directory in (("cuda", llm_dir), ("onnxruntime_genai", genai_dir)):
+        with closing(load_engine(name, directory, tokenizer, 1, instance_kind="KIND_CPU")) as engine:
+            answers.append([asyncio.run(tokens_of(engine, request)) for request in requests])
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("prompt", [LLMPrompt("Hello there.", "A reference.", [1, 2, 3]), LLMPrompt("Hello there.")])

@@ -99,7 +99,7 @@ def test_time_based_waits_for_one_more_unit_while_the_listener_has_enough_audio(
     hop = schedule.next_hop(18, ended=False)
     assert hop == Hop(0, 15, final=False)
     schedule.cut(cut)
-    end = hop.end
+    end = hop.offset + hop.length
     for clock.now, ready, length in asked:
         hop = schedule.next_hop(end + ready + LOOKAHEAD_TOKENS, ended=False)
         assert hop == (None if length is None else Hop(end, length, final=False))
@@ -148,12 +148,12 @@ def test_every_token_is_rendered_once_and_in_order_whenever_it_arrives(
     hops += drain(schedule, available)
 
     assert [hop.final for hop in hops] == [False] * (len(hops) - 1) + [True]
-    assert [hop.offset for hop in hops] == [0, *(hop.end for hop in hops[:-1])]
-    assert hops[-1].end == available
+    ends = [hop.offset + hop.length for hop in hops]
+    assert [hop.offset for hop in hops] == [0, *ends[:-1]] and ends[-1] == available
     assert all(hop.length >= (rules.short_first_hop if short and not before else first_hop) for hop in hops[:-1][:1])
     assert all(hop.length >= first_hop for hop in hops[1:-1])
     assert 1 <= hops[-1].length
-    assert all((prompt_tokens + hop.end) % boundary == 0 for hop in hops[:-1])
+    assert all((prompt_tokens + end) % boundary == 0 for end in ends[:-1])
     assert all(hop.length <= rules.max_hop for hop in hops[1:-1])
     if strategy != "time_based":
         assert hops == drain(after_a_segment(rules.schedule(prompt_tokens, short=short)), available)

@@ -17,6 +17,7 @@ from cosyvoice_triton.orchestrator.judges import LEADING_SILENCE, AudioJudge, Re
 from cosyvoice_triton.orchestrator.report import Events
 from cosyvoice_triton.orchestrator.request import RequestRules
 from cosyvoice_triton.orchestrator.synthesis import SENTENCE_PAUSE
+from cosyvoice_triton.orchestrator.text_stream import Limit, PieceStream
 from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter
 from cosyvoice_triton.voice.audio import at_rate, load_recording
 from cosyvoice_triton.voice.prompt import Prompt
@@ -157,6 +158,14 @@ def test_a_request_that_is_repeatable_is_made_again_only_if_it_asks() -> None:
     assert audio == [7] * 60 and len(warnings) == 1
 
 
+def test_a_text_in_pieces_is_never_made_again() -> None:
+    pieces = PieceStream(Limit("target_text", 100, "characters"), idle_seconds=60)
+    pieces.add("a word", end=True)
+    pipeline, audio, warnings = speak(FakeLM(sum(LOOP, [])), pieces=pieces)  # type: ignore[arg-type]
+    assert set(audio) == {7} and pipeline.synthesizer.judged["loop", True] == 0
+    assert warnings == ["the speech may be wrong, the same speech tokens are repeated: 'a word'"]
+
+
 def test_an_answer_in_another_voice_is_found_in_whole_answers_of_registered_voices() -> None:
     assert is_other_voice(np.array([1.0, 0.0]), np.array([0.42, 0.9]))
     assert not is_other_voice(np.array([1.0, 0.0]), np.array([0.7, 0.7]))
@@ -250,7 +259,7 @@ class Quiet(FakeToken2Wav):
         async def rendered(tokens: Sequence[int], hop: Hop, audio_left: float | None = None) -> np.ndarray:
             await render(tokens, hop, audio_left)
             withheld = 0 if hop.final else WITHHELD_TOKENS
-            return self.sound(tokens[max(0, hop.offset - WITHHELD_TOKENS) : hop.end - withheld])
+            return self.sound(tokens[max(0, hop.offset - WITHHELD_TOKENS) : hop.offset + hop.length - withheld])
 
         stream.render = rendered  # type: ignore[method-assign]
         return stream

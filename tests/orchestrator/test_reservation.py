@@ -170,7 +170,13 @@ async def test_a_place_that_its_listener_leaves_is_asked_for_at_once() -> None:
             now[0] += FREEING_SECONDS
 
 
-async def test_of_a_crowd_only_a_few_do_any_work_before_one_of_them_is_refused(before_a_place: Install) -> None:
+async def test_of_a_crowd_only_a_few_do_any_work_before_one_of_them_is_refused(
+    before_a_place: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def here(function: Callable[..., object], *arguments: object) -> object:
+        return function(*arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", here)  # a late thread would let its listener ask after the refusal
     token2wav = FakeToken2Wav(failures={"reserve": OverloadedError("9 listeners", 3.0)})
     slow = itertools.count(100.0, 2 * REFUSAL_SECONDS)  # a machine on which every step takes longer than that
     pipeline = Pipeline(FakeLM([1]), token2wav=token2wav, clock=lambda: next(slow))

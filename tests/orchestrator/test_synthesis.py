@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing
 from typing import Any
 
 import numpy as np
@@ -94,16 +93,6 @@ async def test_nothing_waits_for_what_it_does_not_need(what: str) -> None:
         for event in (gate, *first):
             event.set()
         assert len(await synthesis) == 1
-
-
-async def test_chunks_are_rendered_while_the_llm_still_generates() -> None:
-    rest = asyncio.Event()
-    pipeline = Pipeline(FakeLM(*one_by_one(18), rest, [18, 19]))
-    async with pipeline:
-        async with aclosing(pipeline.synthesizer.stream(speech_request())) as waveforms:
-            first = await anext(waveforms)
-            rest.set()
-            assert [len(waveform) for waveform in ([first, *[waveform async for waveform in waveforms]])] == [15, 5]
 
 
 CONTINUED = [7] * PROMPT_TOKENS
@@ -333,12 +322,6 @@ def test_a_length_out_of_reach_gets_the_nearest_speed_and_a_warning() -> None:
     (streamed,) = pipeline.run(pipeline.synthesize(request, on_warning=warnings.append))
     assert streamed.size == 40 and [speed for _, speed in token2wav.offline_calls] == [1.0, SLOWEST]
     assert "not 1: it is at a speed of 0.7 to 1.4" in warnings[-1]
-
-
-def test_without_a_duration_nothing_is_rendered_again() -> None:
-    pipeline = Pipeline(FakeLM(*one_by_one(40)))
-    pipeline.run(pipeline.offline(speech_request()))
-    assert [speed for _, speed in pipeline.token2wav.offline_calls] == [1.0]
 
 
 def test_a_duration_is_a_parameter_or_markup_around_the_whole_text() -> None:

@@ -17,7 +17,7 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import MAX_SEED, URGENT_TOKENS, LLMPrompt, Sampling
 from cosyvoice_triton.orchestrator.report import Events
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
-from cosyvoice_triton.orchestrator.tone import last_sentence
+from cosyvoice_triton.orchestrator.synthesis import last_sentence
 from cosyvoice_triton.text.markup import Pause
 
 from tests.support import fakes

@@ -50,7 +50,6 @@ def test_every_stored_output_is_computed_within_its_tolerance(path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run on a machine with a GPU")
 @pytest.mark.parametrize("folder", ["golden", "golden_cosyvoice3"])
 def test_a_gpu_computes_every_output_within_its_tolerance(folder):
     assert main([str(GOLDEN.with_name(folder)), "--device", "cuda"]) == 0

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-from cosyvoice_triton.llm.engines.cuda.operations import CONSECUTIVE, FAULT, NOTHING
-from cosyvoice_triton.llm.engines.cuda.page_pool import SCRATCH_PAGE
+from cosyvoice_triton.llm.engines.cuda.operations import CONSECUTIVE, FAULT, NOTHING, SCRATCH_PAGE
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
 
 FIRST, END = 1000, 1099  # ids: of column 0, and the end token

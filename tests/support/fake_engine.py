@@ -32,25 +32,33 @@ class FakeEngine:
     """Answers a chunk with two frames of audio per token. Token 12 makes it fail alone, 13 with its batch, 14 before it
     is rendered, 15 ends the service.
 
-    `gate` holds every step back; `batches` are the first tokens of the chunks that were rendered together. `solves`:
-    whether another batch may follow while it does.
+    `gate` holds every step back, `starts_gate` those of first chunks, which a second worker renders apart; `batches`
+    and `starts` are the first tokens of the chunks that each has rendered together. `solves`: whether another batch may
+    follow while one does. `broken` is what the service did that an engine does not allow.
     """
 
+    workers: int = 1
     gate: threading.Event = field(default_factory=threading.Event)
     entered: threading.Event = field(default_factory=threading.Event)
     batches: list[list[int]] = field(default_factory=list)
+    starts_gate: threading.Event = field(default_factory=threading.Event)
+    starts_entered: threading.Event = field(default_factory=threading.Event)
+    starts: list[list[int]] = field(default_factory=list)
     known: set[bytes] = field(default_factory=set)  # voices that need no prefill
     prefills: list[int] = field(default_factory=list)  # voices that were prefilled together
     room: int = 99  # for streams, each in a voice of its own
     live: int = 0
     batch_tokens: int = 1600
     cache_bytes: int = 4096
-    workers: int = 1
     solves: bool = False
     limits: BatchLimits = BatchLimits(max_streams=4)
+    broken: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         self.gate.set()
+        self.starts_gate.set()
+        self._lock = threading.Lock()
+        self.rendering = []  # workers and their chunks
 
     def warm_up(self, worker=0):
         pass
@@ -71,15 +79,20 @@ class FakeEngine:
         return [self.live < self.room for _ in prompts]
 
     def prefill(self, prompts):
+        for prompt in prompts:
+            self._prefills(prompt)
         self.prefills.append(len(prompts))
         self.known |= {prompt.digest for prompt in prompts}
 
     def open(self, prompt, speed=1.0):
+        self._prefills(prompt)
         self.known.add(prompt.digest)
         self.live += 1
         return FakeStream(speed=speed)
 
     def close(self, stream):
+        in_use = [chunk.stream for _, chunks in self.rendering for chunk in chunks]
+        self._expect(all(stream is not each for each in in_use), "a stream is closed while it is rendered")
         self.live -= 1
 
     def chunk(self, stream, tokens, *, final, offset=None):
@@ -90,11 +103,26 @@ class FakeEngine:
         return Chunk(stream, tokens, final, stream.rendered, len(tokens), len(tokens))
 
     def render(self, chunks, worker=0, on_solved=lambda: None):
-        self.entered.set()
-        if self.solves:
-            on_solved()
-        self.gate.wait(10)
-        return self.audio(chunks, self.batches)
+        starts = worker == FIRST_CHUNK_WORKER
+        with self._lock:
+            at_once = [other for other, _ in self.rendering].count(worker)
+            self._expect(at_once <= (self.solves and not starts), "too many batches at once")
+            others = [chunk.stream for _, rendering in self.rendering for chunk in rendering]
+            self._expect(all(c.stream is not o for c in chunks for o in others), "a stream is in two workers")
+            self._expect(not starts or all(map(self.is_first_chunk, chunks)), "no first chunk, rendered as one")
+            self.rendering.append(mine := (worker, chunks))
+        try:
+            if starts:
+                self.starts_entered.set()
+                self.starts_gate.wait(10)
+                return self.audio(chunks, self.starts)
+            self.entered.set()
+            if self.solves:
+                on_solved()
+            self.gate.wait(10)
+            return self.audio(chunks, self.batches)
+        finally:
+            self.rendering.remove(mine)
 
     def audio(self, chunks, batches):
         if any(13 in chunk.tokens for chunk in chunks):
@@ -110,68 +138,18 @@ class FakeEngine:
     def whole(self, prompt, tokens, speed, before_step=lambda: None):
         return np.full(int(len(tokens) * 2 * HOP_SAMPLES / speed), tokens[0], np.float32)
 
-
-@dataclass
-class FakeWorkers(FakeEngine):
-    """Renders first chunks apart, held back by `starts_gate`; `broken` is what the service did that an engine does not
-    allow."""
-
-    workers: int = 2
-    starts_gate: threading.Event = field(default_factory=threading.Event)
-    starts_entered: threading.Event = field(default_factory=threading.Event)
-    starts: list[list[int]] = field(default_factory=list)  # as `batches`, of those that were rendered apart
-    broken: list[str] = field(default_factory=list)
-    limits: BatchLimits = BatchLimits(max_streams=32)
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.starts_gate.set()
-        self._lock = threading.Lock()
-        self.rendering = []  # workers and their chunks
-
     def _expect(self, holds, what):
         if not holds:
             self.broken.append(what)
 
     def _prefills(self, prompt):
-        self._expect(
-            prompt.digest in self.known or all(worker != FIRST_CHUNK_WORKER for worker, _ in self.rendering),
-            "a prefill beside first chunks",
-        )
+        free = all(worker != FIRST_CHUNK_WORKER for worker, _ in self.rendering)
+        self._expect(prompt.digest in self.known or free, "a prefill beside first chunks")
 
-    def prefill(self, prompts):
-        for prompt in prompts:
-            self._prefills(prompt)
-        super().prefill(prompts)
 
-    def open(self, prompt, speed=1.0):
-        self._prefills(prompt)
-        return super().open(prompt, speed)
-
-    def close(self, stream):
-        in_use = [chunk.stream for _, chunks in self.rendering for chunk in chunks]
-        self._expect(all(stream is not each for each in in_use), "a stream is closed while it is rendered")
-        super().close(stream)
-
-    def render(self, chunks, worker=0, on_solved=lambda: None):
-        with self._lock:
-            at_once = [other for other, _ in self.rendering].count(worker)
-            more = self.solves and worker != FIRST_CHUNK_WORKER
-            self._expect(at_once <= more, "too many batches at once")
-            others = [chunk.stream for _, rendering in self.rendering for chunk in rendering]
-            self._expect(all(c.stream is not o for c in chunks for o in others), "a stream is in two workers")
-            self._expect(
-                worker != FIRST_CHUNK_WORKER or all(map(self.is_first_chunk, chunks)), "no first chunk, rendered as one"
-            )
-            self.rendering.append(mine := (worker, chunks))
-        try:
-            if worker == FIRST_CHUNK_WORKER:
-                self.starts_entered.set()
-                self.starts_gate.wait(10)
-                return self.audio(chunks, self.starts)
-            return super().render(chunks, worker, on_solved)
-        finally:
-            self.rendering.remove(mine)
+def two_workers(**options):
+    """An engine that renders first chunks apart."""
+    return FakeEngine(workers=2, **{"limits": BatchLimits(max_streams=32), **options})
 
 
 class Client:

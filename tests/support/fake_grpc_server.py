@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import grpc
@@ -15,24 +14,17 @@ from tests.support import fake_triton
 from tests.support.fake_triton import InferenceRequest, InferenceResponse
 
 
-@dataclass
-class FakeGrpcServer:
+class FakeGrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
     """`live`: number of requests in progress. `stop` ends the server immediately."""
 
-    address: str
-    server: grpc.Server
-    live: int = 0
-
-    def stop(self) -> None:
-        self.server.stop(grace=None).wait()
-
-
-class _Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):
-    fake: FakeGrpcServer
+    def __init__(self, server: grpc.Server) -> None:
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, server)
+        self.address, self.live = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", 0
+        self.stop = lambda: server.stop(grace=None).wait()
 
     def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:  # noqa: N802 - the protocol's name
         for request in requests:
-            self.fake.live += 1
+            self.live += 1
             try:
                 responses = fake_triton.models[request.model_name](_read(request))
                 for response in cast("Iterable[InferenceResponse]", responses):
@@ -40,7 +32,7 @@ class _Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):
                         return
                     yield _written(response)
             finally:
-                self.fake.live -= 1
+                self.live -= 1
 
 
 def _read(request: Any) -> InferenceRequest:
@@ -66,11 +58,9 @@ def _written(response: InferenceResponse) -> Any:
 def fake_grpc_server() -> Iterator[FakeGrpcServer]:
     with ThreadPoolExecutor(64) as threads:
         server = grpc.server(threads)
-        servicer = _Servicer()
-        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
-        servicer.fake = FakeGrpcServer(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", server)
+        fake = FakeGrpcServer(server)
         server.start()
         try:
-            yield servicer.fake
+            yield fake
         finally:
-            servicer.fake.stop()
+            fake.stop()

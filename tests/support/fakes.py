@@ -117,17 +117,17 @@ class FakeLM:
             self.open -= 1
 
 
+@dataclass(eq=False)
 class FakeToken2Wav:
     """The audio of a token is one sample: 10000 times the voice plus the token.
 
     gate: hops wait for it. failures: index of a stream's hop, "reserve" or "start" -> the exception that it raises.
     """
 
-    def __init__(self, gate: asyncio.Event | None = None, failures: dict[int | str, Exception] | None = None):
-        self.gate = gate
-        self.failures = failures or {}
-        self.streams: list[FakeToken2WavStream] = []
-        self.offline_calls: list[tuple[list[int], float]] = []
+    gate: asyncio.Event | None = None
+    failures: dict[int | str, Exception] = field(default_factory=dict)
+    streams: list["FakeToken2WavStream"] = field(default_factory=list)
+    offline_calls: list[tuple[list[int], float]] = field(default_factory=list)
 
     @property
     def live(self) -> int:
@@ -149,29 +149,29 @@ def audio_of(prompt: Prompt, tokens: Sequence[int]) -> np.ndarray:
     return 10_000 * voice + np.asarray(tokens, np.float32)
 
 
+@dataclass(eq=False)
 class FakeToken2WavStream:
-    def __init__(self, token2wav: FakeToken2Wav, speed: float):
-        self.reserved = False
-        self.restarts = 0
-        self.hops: list[Hop] = []
-        self.lefts: list[float | None] = []  # with each hop
-        self.started = False
-        self.live = False
-        self.aborts = 0
-        self.audio_left: float | None = None
-        self.speed = speed
-        self._token2wav = token2wav
+    token2wav: FakeToken2Wav
+    speed: float
+    reserved: bool = False
+    restarts: int = 0
+    hops: list[Hop] = field(default_factory=list)
+    lefts: list[float | None] = field(default_factory=list)  # with each hop
+    started: bool = False
+    live: bool = False
+    aborts: int = 0
+    audio_left: float | None = None
 
     def following(self) -> "FakeToken2WavStream":
-        return self._token2wav.open(self.speed)
+        return self.token2wav.open(self.speed)
 
     async def reserve(self) -> None:
         assert not self.live
         self.reserved = self.live = True
         await asyncio.sleep(0)
-        if "reserve" in self._token2wav.failures:
+        if "reserve" in self.token2wav.failures:
             self.live = False
-            raise self._token2wav.failures["reserve"]
+            raise self.token2wav.failures["reserve"]
 
     async def start(self, prompt: Prompt, audio_left: float | None) -> None:
         assert not self.started
@@ -179,8 +179,8 @@ class FakeToken2WavStream:
         self.audio_left = audio_left
         self.started = self.live = True
         await asyncio.sleep(0)
-        if "start" in self._token2wav.failures:
-            raise self._token2wav.failures["start"]
+        if "start" in self.token2wav.failures:
+            raise self.token2wav.failures["start"]
 
     async def restart(self, prompt: Prompt, audio_left: float | None) -> None:
         assert self.started
@@ -192,12 +192,12 @@ class FakeToken2WavStream:
         self.hops.append(hop)
         self.lefts.append(audio_left)
         await asyncio.sleep(0)
-        if self._token2wav.gate is not None:
-            await self._token2wav.gate.wait()
-        if len(self.hops) - 1 in self._token2wav.failures:
-            raise self._token2wav.failures[len(self.hops) - 1]
+        if self.token2wav.gate is not None:
+            await self.token2wav.gate.wait()
+        if len(self.hops) - 1 in self.token2wav.failures:
+            raise self.token2wav.failures[len(self.hops) - 1]
         self.live = not hop.final
-        return audio_of(self.prompt, tokens[hop.offset : hop.end])
+        return audio_of(self.prompt, tokens[hop.offset : hop.offset + hop.length])
 
     async def abort(self) -> None:
         if self.live:

@@ -15,15 +15,7 @@ from cosyvoice_triton import kernels
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, OVERLAP_FRAMES, SPEECH_VOCAB, STREAM_CACHE_FRAMES
 from cosyvoice_triton.llm.engines.cuda.fused_operations import Fused
 from cosyvoice_triton.llm.engines.cuda.operations import CONSECUTIVE, PAGE, AttentionMetadata, Requests, Residual
-from cosyvoice_triton.networks.flow import (
-    CosyVoice3Flow,
-    CosyVoice3FlowConfig,
-    DiTFlow,
-    DiTFlowConfig,
-    UNetFlow,
-    UNetFlowConfig,
-)
-from cosyvoice_triton.networks.flow.config import DiTConfig, EncoderConfig, RotaryDiTConfig, UNetConfig
+from cosyvoice_triton.networks import flow as networks
 from cosyvoice_triton.networks.hift import HiFTConfig, HiFTGenerator
 from cosyvoice_triton.token2wav.flow.cached_graphs import GraphedSolve
 from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import RotarySolver
@@ -55,7 +47,6 @@ from tests.random_weights.llm import OFFICIAL as LLM_SIZES
 # KiB of shared memory of a block, by compute capability: CUDA C++ Programming Guide, "Compute Capabilities".
 SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 BLOCK = ("BM", "BN", "BK", "BLOCK_Q", "BLOCK_K", "BLOCK", "WIDE")  # constants that are a block's dimensions
-ENCODER = EncoderConfig(blocks=1, up_blocks=1)
 
 
 @dataclass(frozen=True)
@@ -132,9 +123,7 @@ def trials_and_solves(capability: int, steps: int = 4) -> tuple[list[tuple[set[s
         histories.extend(pool.history.clone() for pool in pools if name == "the flow")
         found.append((tried, keys_of(function, inputs)))
 
-    dit = DiTFlow(DiTFlowConfig(encoder=EncoderConfig(blocks=3, up_blocks=3), estimator=DiTConfig(depth=3))).half()
-    unet = UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=UNetConfig(mid_stages=1, blocks=1))).half()
-    rotary = CosyVoice3Flow(CosyVoice3FlowConfig(estimator=RotaryDiTConfig(depth=3))).half()
+    dit, unet, rotary = (network.half() for network in _flows(3))
     noise, pools = NoiseTape(torch.zeros(1, MEL_BINS)), []
     with pretended(capability), patch.object(JITFunction, "run", record), torch.inference_mode():
         fused = FusedUNet(unet.decoder.estimator, [0.0] * steps)
@@ -159,13 +148,22 @@ def _code(launch: Launch, capability: int) -> Any:
         return launch.kernel.run(*launch.arguments, grid=None, warmup=True, **dict(launch.constants))
 
 
+def _flows(depth: int) -> tuple[networks.DiTFlow, networks.UNetFlow, networks.CosyVoice3Flow]:
+    """The flows at official sizes, but with so many layers of each kind, and one of the UNet's."""
+    encoder = networks.EncoderConfig(blocks=depth, up_blocks=depth)
+    dit, unet = networks.DiTConfig(depth=depth), networks.UNetConfig(mid_stages=1, blocks=1)
+    return (
+        networks.DiTFlow(networks.DiTFlowConfig(encoder=encoder, estimator=dit)),
+        networks.UNetFlow(networks.UNetFlowConfig(encoder=encoder, estimator=unet)),
+        networks.CosyVoice3Flow(networks.CosyVoice3FlowConfig(estimator=networks.RotaryDiTConfig(depth=depth))),
+    )
+
+
 def _run_networks(dtype: torch.dtype) -> None:
     """Call every kernel as serving does: one layer of each kind, one Euler step, all graph sizes."""
     limits = BatchLimits()
     with torch.device("meta"):
-        dit = DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=DiTConfig(depth=1))).to(dtype)
-        unet = UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=UNetConfig(mid_stages=1, blocks=1))).to(dtype)
-        rotary = CosyVoice3Flow(CosyVoice3FlowConfig(estimator=RotaryDiTConfig(depth=1))).to(dtype)
+        dit, unet, rotary = (network.to(dtype) for network in _flows(1))
         noise = NoiseTape(torch.empty(1, MEL_BINS))
     fused_unet = FusedUNet(unet.decoder.estimator, [0.0])
     solvers = (DiTSolver(dit, kernels, 1), DIT_FRAMES), (RotarySolver(rotary, kernels, 1), COSYVOICE3_FRAMES)
@@ -195,7 +193,7 @@ def _run_networks(dtype: torch.dtype) -> None:
     _run_decoder(dtype)
 
 
-def _run_encoder(network: DiTFlow, limits: BatchLimits) -> None:
+def _run_encoder(network: networks.DiTFlow, limits: BatchLimits) -> None:
     with torch.device("meta"):
         encoder = FusedEncoder(network, limits.window_tokens[-1])
         for B, T in limits.sizes(limits.window_tokens, ENCODER_TOKENS):

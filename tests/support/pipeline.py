@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 import numpy as np
@@ -36,35 +37,27 @@ class FakeVoices(dict[str | None, Recording | Prompt | Mix]):
         return {}
 
 
+@dataclass(eq=False)
 class Pipeline:
     """A synthesizer over fakes; a block, or `run`, checks that it leaves no running task or open stream."""
 
-    def __init__(
-        self,
-        llm: FakeLM,
-        encoder: FakePromptEncoder | None = None,
-        token2wav: FakeToken2Wav | None = None,
-        rules: HopRules | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        long_silence: Collection[int] = (),
-        silent_tokens: Collection[int] = (),
-        judges: bool = False,
-        instructions: Instructions = "with transcript",
-    ):
-        self.instructions = instructions
-        self.clock = clock
-        self.silences = {"long_silence": long_silence, "silent_tokens": silent_tokens, "judges": judges}
-        self.llm = llm
-        self.encoder = encoder or FakePromptEncoder()
-        self.token2wav = token2wav or FakeToken2Wav()
-        self.voices = FakeVoices()
-        self.texts = FakeTextPreparer()
-        self.rules = rules or HopRules()
+    llm: FakeLM
+    encoder: FakePromptEncoder = field(default_factory=FakePromptEncoder)
+    token2wav: FakeToken2Wav = field(default_factory=FakeToken2Wav)
+    rules: HopRules = HopRules()
+    clock: Callable[[], float] = time.monotonic
+    long_silence: Collection[int] = ()
+    silent_tokens: Collection[int] = ()
+    judges: bool = False
+    instructions: Instructions = "with transcript"
+    voices: FakeVoices = field(default_factory=FakeVoices)
+    texts: FakeTextPreparer = field(default_factory=FakeTextPreparer)
 
     @cached_property
     def synthesizer(self) -> Synthesizer:
         ports = (self.texts, self.voices, self.encoder, self.llm, demo_tokenizer(), self.token2wav)
-        return Synthesizer(*ports, self.rules, self.clock, instructions=self.instructions, **self.silences)
+        silences = (self.long_silence, self.silent_tokens, self.judges)
+        return Synthesizer(*ports, self.rules, self.clock, *silences, self.instructions)
 
     async def synthesize(
         self, request: SynthesisRequest | None = None, on_warning: OnWarning = ignore

@@ -88,6 +88,12 @@ def engine():
     return FakeEngine()
 
 
+def ended(service, engine):
+    engine.gate.set()
+    service.close()
+    assert engine.live == 0 and engine.broken == []
+
+
 @pytest.fixture
 def clock():
     return Clock()
@@ -97,9 +103,7 @@ def clock():
 def service(engine, clock):
     service = started(engine, clock)
     yield service
-    engine.gate.set()
-    service.close()
-    assert engine.live == 0
+    ended(service, engine)
 
 
 @pytest.fixture
@@ -115,6 +119,4 @@ def full(engine, clock):
     client.heard(5)
     queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
     yield client
-    engine.gate.set()
-    service.close()
-    assert engine.live == 0
+    ended(service, engine)

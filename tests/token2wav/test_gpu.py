@@ -43,10 +43,7 @@ from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
 from cosyvoice_triton.voice.prompt import Prompt
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run on a GPU machine"),
-]
+pytestmark = pytest.mark.gpu
 STEPS = 3
 ENCODER = EncoderConfig(blocks=1, up_blocks=1)
 # Limits of the RMS error of a chunk's mel, relative to the RMS of the mel of the plain form in float32.

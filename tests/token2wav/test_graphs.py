@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +42,7 @@ class Rerun:
     memory, it spoils the results of the other sizes."""
 
     def __init__(self, worker: int) -> None:
-        self._made: list[Replay] = []
+        self._results: list[Tensor] = []
 
     def compile(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
@@ -49,22 +50,15 @@ class Rerun:
     def warm_up(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
         return function(*inputs)
 
-    def capture(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor) -> "Replay":
-        self._made.append(Replay(function, inputs, result, self._made))
-        return self._made[-1]
+    def capture(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor) -> SimpleNamespace:
+        def replay() -> None:
+            made = function(*inputs)
+            for each in self._results:
+                each.fill_(torch.nan)
+            result.copy_(made)
 
-
-class Replay:
-    def __init__(
-        self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor, others: "list[Replay]"
-    ) -> None:
-        self._function, self._inputs, self._result, self._others = function, inputs, result, others
-
-    def replay(self) -> None:
-        result = self._function(*self._inputs)
-        for other in self._others:
-            other._result.fill_(torch.nan)
-        self._result.copy_(result)
+        self._results.append(result)
+        return SimpleNamespace(replay=replay)
 
 
 rerun_graphs = partial(Graphs, capture=Rerun)

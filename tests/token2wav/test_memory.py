@@ -22,14 +22,7 @@ from cosyvoice_triton.constants import (
     TOKEN_MEL_RATIO,
 )
 from cosyvoice_triton.demo_checkpoint import STACKS
-from cosyvoice_triton.networks.flow import (
-    CosyVoice3Flow,
-    CosyVoice3FlowConfig,
-    DiTFlow,
-    DiTFlowConfig,
-    UNetFlow,
-    UNetFlowConfig,
-)
+from cosyvoice_triton.networks import flow as flows
 from cosyvoice_triton.networks.flow.config import euler_steps
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.profiles import LimitNumbers, Profile, SchedulerNumbers
@@ -67,9 +60,9 @@ from cosyvoice_triton.voice.prompt import Prompt
 
 FLOAT32 = Precision(torch.float32, torch.float32)
 OFFICIAL = {
-    stacks.DIT: (DiTFlow, DiTFlowConfig()),
-    stacks.UNET: (UNetFlow, UNetFlowConfig()),
-    stacks.COSYVOICE3: (CosyVoice3Flow, CosyVoice3FlowConfig()),
+    stacks.DIT: (flows.DiTFlow, flows.DiTFlowConfig()),
+    stacks.UNET: (flows.UNetFlow, flows.UNetFlowConfig()),
+    stacks.COSYVOICE3: (flows.CosyVoice3Flow, flows.CosyVoice3FlowConfig()),
 }
 HIFT_VALUES = 20_806_557
 TOKENIZERS = {"v2": 495_900_000, "v3": 968_000_000}  # bytes

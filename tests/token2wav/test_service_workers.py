@@ -12,15 +12,13 @@ from cosyvoice_triton.monitoring.metrics import QUEUED
 from cosyvoice_triton.profiles import H200
 from cosyvoice_triton.token2wav.policy.admission import Admission
 
-from tests.support.fake_engine import NEW, PROMPT, FakeWorkers, running_chunk, started, value
+from tests.support.fake_engine import NEW, PROMPT, running_chunk, started, two_workers, value
 from tests.support.waiting import until
 
 
 @pytest.fixture
 def engine():
-    engine = FakeWorkers()
-    yield engine
-    assert engine.broken == []
+    return two_workers()
 
 
 def hold_batches(client, engine, stream=90):
@@ -286,7 +284,7 @@ def test_an_engine_that_fails_its_warm_up_leaves_no_thread(clock, failing):
         if worker == failing:
             raise ValueError("a bad checkpoint")
 
-    engine, before = FakeWorkers(), threading.active_count()
+    engine, before = two_workers(), threading.active_count()
     engine.warm_up = broken
     with pytest.raises(ValueError, match="a bad checkpoint"):
         started(engine, clock)

@@ -60,6 +60,8 @@ class Dialect:
 
     def request_body(self, model: str, request: CompletionRequest) -> Body:
         sampling = request.sampling
+        if sampling.ras_window and self.body is not _vllm:
+            raise ValueError(f"ras_window {sampling.ras_window}: only `vllm serve` can run repetition-aware sampling")
         common: Body = {"model": model, "stream": True, "max_tokens": sampling.max_tokens}
         if sampling.seed is not None:
             common["seed"] = sampling.seed
@@ -74,19 +76,16 @@ def _vllm(request: CompletionRequest) -> Body:
 
 
 def _trtllm(request: CompletionRequest) -> Body:
-    _reject_ras(request.sampling)
     return _extended(request.sampling, request.tokenizer) | {"prompt": request.ids(), "detokenize": False}
 
 
 def _text(request: CompletionRequest) -> Body:
-    _reject_ras(request.sampling)
     # Speech tokens may be special tokens in the checkpoint's tokenizer; skipping them would leave an empty answer.
     return _extended(request.sampling, request.tokenizer) | {"prompt": request.text(), "skip_special_tokens": False}
 
 
 def _transformers(request: CompletionRequest) -> Body:
     """Return the sampling as a generation config of transformers in JSON, which replaces the model's own."""
-    _reject_ras(request.sampling)
     sampling, end_ids = request.sampling, request.tokenizer.end_ids
     greedy = sampling.temperature == 0
     sampled = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
@@ -103,7 +102,6 @@ def _transformers(request: CompletionRequest) -> Body:
 
 
 def _chat(request: CompletionRequest) -> Body:
-    _reject_ras(request.sampling)
     prompt = request.prompt
     messages = [{"role": "user", "content": request.tokenizer.joined_text(prompt)}]
     if prompt.speech_tokens:
@@ -121,11 +119,6 @@ def _extended(sampling: Sampling, tokenizer: LLMTokenizer) -> Body:
         "min_tokens": sampling.min_tokens,
         "stop_token_ids": list(tokenizer.end_ids),
     }
-
-
-def _reject_ras(sampling: Sampling) -> None:
-    if sampling.ras_window:
-        raise ValueError(f"ras_window {sampling.ras_window}: only `vllm serve` can run repetition-aware sampling")
 
 
 # In the order in which they are tried at a server of unknown dialect.

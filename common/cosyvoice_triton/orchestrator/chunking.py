@@ -44,13 +44,9 @@ class Hop:
     final: bool
 
     @property
-    def end(self) -> int:
-        return self.offset + self.length
-
-    @property
     def end_of_context(self) -> int:
         """Return the end of the tokens that the networks are given: the hop's own and the look-ahead."""
-        return self.end if self.final else self.end + LOOKAHEAD_TOKENS
+        return self.offset + self.length + (0 if self.final else LOOKAHEAD_TOKENS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +177,7 @@ class HopSchedule:
         # A first hop that is short, or was extended to a boundary, is no unit: the doubling then starts after it.
         if self._before + self._offset or not (self._short or rules.boundary > 1):
             self._doublings += 1
-        self._offset = hop.end
+        self._offset += hop.length
         self._finished = hop.final
         return hop
 

@@ -6,6 +6,8 @@ little of it. Whether the words are right is for `cosyvoice-triton evaluate`.
 
 import logging
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -13,6 +15,7 @@ import numpy as np
 from cosyvoice_triton.audible import audible_part, window_levels
 from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.orchestrator.report import OnWarning
+from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.token_buffer import TokenBuffer
 from cosyvoice_triton.text.segments import expected_seconds
 
@@ -79,16 +82,17 @@ def judge_tokens(tokens: Sequence[int], silent: Collection[int], text: str, ende
 class Judge:
     """Judges the segments of an answer, and says whether one is to be made again.
 
-    silent: ids that are silence; None: nothing is judged. again: whether a segment of which nothing was sent may be
-    made again, once. counts: of what was found, by reason and by whether it was made again. speed: of the audio.
+    silent: ids that are silence; None: nothing is judged. counts: of what was found, by reason and by whether it was
+    made again.
     """
 
     def __init__(
-        self, silent: Collection[int] | None, again: bool, on_warning: OnWarning, counts: Counts, speed: float = 1.0
+        self, request: SynthesisRequest, silent: Collection[int] | None, on_warning: OnWarning, counts: Counts
     ) -> None:
-        self._speed = speed
+        self._speed = request.speed
         self._silent = silent
-        self._again = again and silent is not None
+        # Whether a segment of which nothing was sent may be made again, once.
+        self._again = silent is not None and request.retry_bad_answers and request.pieces is None
         self._on_warning = on_warning
         self._counts = counts
         self.begin()
@@ -129,16 +133,16 @@ class Judge:
         return again
 
 
+@dataclass(eq=False)
 class AudioJudge:
     """Judges the audio of a segment chunk by chunk, before its silence is cut. Slow speech is not a hum."""
 
-    def __init__(self, speed: float = 1.0) -> None:
-        self._speed = speed
-        self._loudest = 0.0
-        self._silent = 0  # samples before the first audible one
-        self._heard = False
-        self._rest = np.zeros(0, np.float32)  # less than a frame
-        self._bands = np.zeros((0, BANDS))
+    speed: float = 1.0
+    _loudest: float = 0.0
+    _silent: int = 0  # samples before the first audible one
+    _heard: bool = False
+    _rest: np.ndarray = field(default_factory=partial(np.zeros, 0, np.float32))  # less than a frame
+    _bands: np.ndarray = field(default_factory=partial(np.zeros, (0, BANDS)))
 
     def judge(self, waveform: np.ndarray, *, final: bool, open_ended: bool = False) -> Reason | None:
         """Return what is wrong with the next chunk, float32 (N,). open_ended: the segment ends with a token that is not
@@ -150,13 +154,13 @@ class AudioJudge:
         if audible_part(levels, self._loudest) is None and not self._heard:
             self._silent += waveform.size
             return (
-                "silence" if final or self._silent * self._speed > LEADING_SILENCE / TOKEN_RATE * SAMPLE_RATE else None
+                "silence" if final or self._silent * self.speed > LEADING_SILENCE / TOKEN_RATE * SAMPLE_RATE else None
             )
         self._heard = True
         high = np.abs(waveform) >= FULL_SCALE
         if (high[2:] & high[1:-1] & high[:-2]).mean() > CLIPPED_SHARE:
             return "clipped"
-        if self._speed >= 1 and self._is_steady(waveform):
+        if self.speed >= 1 and self._is_steady(waveform):
             return "steady"
         end = levels[-round(ABRUPT_SECONDS * 100) :]
         if final and open_ended and end.min() > self._loudest * 10 ** (ABRUPT_DB / 10):

@@ -26,7 +26,7 @@ class SegmentRenderer:
     """Renders a segment, and from its beginning again if it is no speech and nothing of it was sent.
 
     stream: the one of token2wav that is open, to be aborted by the caller. trimmer: cuts the silence at the ends, if
-    that is wanted. cut: seconds of the beginning that were not sent.
+    that is wanted.
     """
 
     stream: Token2WavSequence
@@ -35,10 +35,6 @@ class SegmentRenderer:
     judge: Judge
     clock: Callable[[], float]
     trimmer: SilenceTrimmer = field(default_factory=SilenceTrimmer)
-
-    @property
-    def cut(self) -> float:
-        return self.trimmer.cut / SAMPLE_RATE
 
     async def chunks(
         self, prompt: Prompt, schedule: HopSchedule, playback: Playback, scope: TaskScope, events: Events
@@ -62,7 +58,7 @@ class SegmentRenderer:
                 continue
             if hop is None or waveform is None:
                 continue
-            final, cut, left = hop.final, self.cut, None
+            final, cut, left = hop.final, self.trimmer.cut, None
             if self.trims:
                 waveform = self.trimmer.trimmed(waveform, final)
             sent += waveform.size
@@ -70,8 +66,8 @@ class SegmentRenderer:
                 events.segment(segment.text, sent, segment.tokens)
             if waveform.size:
                 yield hop, waveform
-            if self.cut > cut:  # then token2wav does not know what the listener has
-                schedule.cut(self.cut - cut)
+            if self.trimmer.cut > cut:  # then token2wav does not know what the listener has
+                schedule.cut((self.trimmer.cut - cut) / SAMPLE_RATE)
                 left = playback.left(self.clock()) or 0.0
 
     async def _next_hop(self, schedule: HopSchedule) -> Hop | None:

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -37,23 +38,23 @@ class Events(NamedTuple):
 UNHEARD = Events()
 
 
+@dataclass(eq=False)
 class Report:
     """What the next response says beside its audio: each warning, segment and stage is sent once.
 
-    They are outputs because Triton 2.51's python backend cannot set parameters of a response.
+    They are outputs because Triton 2.51's python backend cannot set parameters of a response. Stages are in
+    milliseconds from when it is made; those up to the first response become events of `span`.
     """
 
-    def __init__(self, span: tracing.Span) -> None:
-        """Begin. Stages are in milliseconds from now; those up to the first response become events of `span`."""
-        self.warnings: list[str] = []
-        self._span = span
-        self._started = time.perf_counter()
-        self._stages: list[tuple[str, float]] = []
-        self._segments: list[tuple[str, int]] = []
+    span: tracing.Span
+    warnings: list[str] = field(default_factory=list)
+    _started: float = field(default_factory=time.perf_counter)
+    _stages: list[tuple[str, float]] = field(default_factory=list)
+    _segments: list[tuple[str, int]] = field(default_factory=list)
 
     def stage(self, name: str) -> None:
         """Note that a stage has been reached, see `OnStage`."""
-        self._span.event(name)
+        self.span.event(name)
         self._stages.append((name, round(1e3 * (time.perf_counter() - self._started), 3)))
 
     def segment(self, text: str, samples: int, tokens: Sequence[int]) -> None:
@@ -73,5 +74,5 @@ class Report:
             tensors["warning"] = np.array([["; ".join(self.warnings)]], np.object_)
         for sent in (self._stages, self._segments, self.warnings):
             sent.clear()
-        self._span = tracing.OFF
+        self.span = tracing.OFF
         return tensors

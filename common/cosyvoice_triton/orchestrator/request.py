@@ -54,10 +54,10 @@ class SynthesisRequest:
     not, and only the flow reproduces the voice. `instruct_text` describes how to speak, in place of the voice's own
     instruction; a registered voice is then not continued either.
     `normalize`, `as_is`, `language`, `pronunciation`: see `TextFrontend`. `speed` above 1: faster.
-    `duration`: seconds of the whole answer, which is then sent at once, see `length`. `carry_tone`: see `tone`.
-    `trim_reference`: see `Judgement.mended`. `trim_silence`: whether the silence that the LLM makes at the ends of
-    segments is cut; false gives upstream's samples. `retry_bad_answers`: see `judges.Judge`; not of a request that is
-    repeatable, unless it asks for it.
+    `duration`: seconds of the whole answer, which is then sent at once, see `length`. `carry_tone`: see
+    `last_sentence`. `trim_reference`: see `Judgement.mended`. `trim_silence`: whether the silence that the LLM makes at
+    the ends of segments is cut; false gives upstream's samples. `retry_bad_answers`: see `judges.Judge`; not of a
+    request that is repeatable, unless it asks for it.
     `timeline`: report when each stage of a streamed answer was reached. `segments`: report the segments and their
     samples. `max_tokens`: most speech tokens of the whole answer, if it has a limit. `played`: somebody hears a
     streamed answer while it is made. `pieces`: the text, in place of `target_text`, while it is being written; spoken

@@ -13,7 +13,7 @@ most one segment ahead of token2wav. A text in pieces is one segment, for which 
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,13 +35,12 @@ from cosyvoice_triton.orchestrator.report import UNHEARD, Events
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavPort, Token2WavSequence
 from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter, TokenBuffer
-from cosyvoice_triton.orchestrator.tone import last_sentence
 from cosyvoice_triton.refusals import LastRefusal
 from cosyvoice_triton.tasks import TaskScope
 from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.text.markup import Pause
 from cosyvoice_triton.text.pronunciation import combined
-from cosyvoice_triton.text.segments import is_open
+from cosyvoice_triton.text.segments import SentenceSplitter, expected_seconds, is_open
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.judgement import Judgement, judge
 from cosyvoice_triton.voice.mix import Mix
@@ -57,6 +56,7 @@ CAREFUL_SECONDS = 10.0
 CROWD = 16
 
 SENTENCE_PAUSE = 0.2  # seconds between two segments, beside what is left of their silence
+PAUSE_TOKENS = 3  # silent tokens of a pause between sentences
 
 # The segments of a request, a pause if it ends with one, None at the end. It has one slot, so that the LLM is at most
 # one segment ahead.
@@ -102,6 +102,7 @@ class Synthesizer:
 
     def __post_init__(self) -> None:
         self._first_hops = FirstHops(self.rules)
+        self._judged_silence = self.silent_tokens if self.judges else None
         self.judged: Counts = {(reason, again): 0 for reason in REASONS for again in (False, True)}
         self._prompts: dict[bool, RecordingCache[Prompt]] = {trimmed: RecordingCache() for trimmed in (True, False)}
         self._judgements: RecordingCache[Judgement] = RecordingCache()
@@ -128,18 +129,19 @@ class Synthesizer:
         )
         try:
             async with TaskScope() as scope:
+                # Silent tokens that the answer may begin with, whose audio is cut.
+                silent = ONSET_TOKENS if request.trim_silence and self.silent_tokens else 0
                 self._beginning += 1
                 try:
-                    prompt, segments = await self._begin(Work(request, events, scope), first, opening.short)
+                    prompt, segments = await self._begin(Work(request, events, scope), first, opening.short, silent)
                 finally:
                     self._beginning -= 1
-                silent = self._onset_tokens(request)
                 live = request.source is not None and request.source.live
                 rules = replace(self.rules, strategy="equal") if live else self.rules  # longer ones come later
                 schedule = rules.schedule(
                     len(prompt.tokens), self.clock, short=opening.short, silent=silent, speed=request.speed
                 )
-                playback, judge = Playback(), self._judge(request, events)
+                playback, judge = Playback(), Judge(request, self._judged_silence, events.warning, self.judged)
                 while (segment := await scope.result(segments.get())) is not None:
                     if (silence := _silence(segment)).size:
                         playback.add(len(silence) / SAMPLE_RATE, self.clock())
@@ -153,7 +155,8 @@ class Synthesizer:
                     async with aclosing(rendered) as chunks:
                         async for hop, waveform in chunks:
                             now = self.clock()
-                            self._first_hops.sent(opening, hop, now, max(0.0, renderer.cut - silent / TOKEN_RATE))
+                            missing = max(0.0, renderer.trimmer.cut / SAMPLE_RATE - silent / TOKEN_RATE)
+                            self._first_hops.sent(opening, hop, now, missing)
                             playback.add(len(waveform) / SAMPLE_RATE, now)
                             yield waveform
                     schedule.begin_segment()
@@ -172,11 +175,6 @@ class Synthesizer:
         work.events.stage("audio")
         return waveform
 
-    def _judge(self, request: SynthesisRequest, events: Events) -> Judge:
-        again = request.retry_bad_answers and request.pieces is None
-        silent = self.silent_tokens if self.judges else None
-        return Judge(silent, again, events.warning, self.judged, request.speed)
-
     async def _makes_again(
         self, judge: Judge, segment: TokenBuffer, waveform: np.ndarray, prompt: Prompt, request: SynthesisRequest
     ) -> bool:
@@ -189,20 +187,6 @@ class Synthesizer:
             return False
         embedding = await self.encoder.embedding(Recording(waveform, rate=SAMPLE_RATE))
         return is_other_voice(embedding, prompt.embedding) and judge.reports("voice", segment.text, can_again=True)
-
-    def _onset_tokens(self, request: SynthesisRequest) -> int:
-        """Return how many silent tokens an answer may begin with: their audio is cut."""
-        return ONSET_TOKENS if request.trim_silence and self.silent_tokens else 0
-
-    async def _judged(self, recording: Recording, work: Work) -> Judgement:
-        """Return what is to be said of a recording, after warnings, the same for each request with it."""
-        if (judgement := self._judgements.get(recording)) is None:
-            judgement = await work.scope.result(asyncio.to_thread(judge, recording))
-            self._judgements.put(recording, judgement)
-        judgement = judgement.of(recording.text)
-        for warning in judgement.warnings:
-            work.events.warning(warning)
-        return judgement
 
     async def _reserve(self, stream: Token2WavSequence) -> None:
         since = self.clock()
@@ -219,8 +203,8 @@ class Synthesizer:
         """Return the whole utterance, (N,) float32. Warns and raises like `stream`."""
         async with TaskScope() as scope:
             work = Work(request, events, scope)
-            prompt, segments = await self._begin(work, first=None, short=False)
-            parts, judge = list[Part](), self._judge(request, events)
+            prompt, segments = await self._begin(work)
+            parts, judge = list[Part](), Judge(request, self._judged_silence, events.warning, self.judged)
             while (segment := await scope.result(segments.get())) is not None:
                 if (silence := _silence(segment)).size:
                     parts.append((None, silence))
@@ -258,7 +242,9 @@ class Synthesizer:
             fitted.append((segment, waveform))
         return fitted
 
-    async def _begin(self, work: Work, first: Token2WavSequence | None, short: bool) -> tuple[Prompt, SegmentQueue]:
+    async def _begin(
+        self, work: Work, first: Token2WavSequence | None = None, short: bool = False, silent: int = 0
+    ) -> tuple[Prompt, SegmentQueue]:
         """Look up or encode the voice, start the LLM as soon as its part of the prompt is ready, and reserve a place
         for the `first` stream meanwhile, if somebody hears it."""
         request, events, scope = work
@@ -273,7 +259,7 @@ class Synthesizer:
         transcript, text, texts = prepare() if in_loop else await scope.result(asyncio.to_thread(prepare))
         continues = await used.llm_tokens() if continued else None
         played = request.played and first is not None
-        silent, leading = self._onset_tokens(request), self.silent_tokens if request.trim_silence else ()
+        leading = self.silent_tokens if request.trim_silence else ()
         context = None if continues is None else len(continues)
         urgent = self.rules.first_context(context, short=short, silent=silent) if played else 0
         llm_prompt = LLMPrompt("", instruction=instruction, urgent_tokens=urgent, silent_tokens=leading, played=played)
@@ -297,7 +283,7 @@ class Synthesizer:
 
     async def _use(self, voice: Recording | Prompt | Mix, work: Work, place: Place) -> VoiceInUse:
         """Return the voice with its prompt, or with the tasks that compute it once there is a place."""
-        request, _, scope = work
+        request, events, scope = work
         if isinstance(voice, Prompt):
             return VoiceInUse(voice, scope, voice)
         cached = self._prompts[request.trim_reference].get(voice) if isinstance(voice, Recording) else None
@@ -305,7 +291,11 @@ class Synthesizer:
             await place.held()
         source = voice
         if isinstance(voice, Recording):
-            judgement = await self._judged(voice, work)
+            if (judgement := self._judgements.get(voice)) is None:
+                judgement = await scope.result(asyncio.to_thread(judge, voice))
+                self._judgements.put(voice, judgement)
+            for warning in judgement.of(voice.text).warnings:
+                events.warning(warning)
             source = judgement.mended(voice) if request.trim_reference else voice
             if cached is not None:
                 return VoiceInUse(voice, scope, cached.of(voice))
@@ -411,3 +401,21 @@ def _silence(segment: TokenBuffer | Pause) -> np.ndarray:
     """Return the pause before a segment, or a pause at the end, as (N,) float32: whole frames."""
     seconds = segment.seconds if isinstance(segment, Pause) else segment.pause
     return np.zeros(round(seconds * MEL_RATE) * HOP_SAMPLES, np.float32)
+
+
+def last_sentence(text: str, tokens: Sequence[int], silent: Collection[int]) -> tuple[str, list[int]]:
+    """Return the last sentence of a segment and its speech ids 0..6560, from the pause that is nearest to where the
+    sentence is expected to begin; all of the segment without such a pause. silent: ids of silence.
+    The LLM continues it in the next segment instead of the recording: so the tone is carried."""
+    splitter = SentenceSplitter()
+    *before, last = filter(str.strip, (*splitter.push(text), splitter.finish()))
+    pauses = [
+        at + PAUSE_TOKENS // 2
+        for at in range(1, len(tokens) - PAUSE_TOKENS)
+        if all(token in silent for token in tokens[at : at + PAUSE_TOKENS])
+    ]
+    if not before or not pauses:
+        return text, list(tokens)
+    spoken = sum(map(expected_seconds, before))
+    begin = len(tokens) * spoken / (spoken + expected_seconds(last))
+    return last, list(tokens[min(pauses, key=lambda at: abs(at - begin)) :])

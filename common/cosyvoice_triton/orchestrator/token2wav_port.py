@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import filterfalse
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from cosyvoice_triton.errors import ModelDownError, OverloadedError, UnavailableError
 from cosyvoice_triton.orchestrator.chunking import Hop
-from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest, tensors_of
+from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest
 from cosyvoice_triton.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
@@ -29,10 +30,25 @@ Send = Callable[[int, Token2WavRequest], Awaitable[np.ndarray]]
 
 
 def send_over_triton(call: Call, model: str, first_speech_id: int) -> Send:
-    """Return what sends requests to the token2wav model of that name."""
+    """Return what sends requests to the token2wav model of that name, as the tensors that `read_request` reads: tokens
+    (n,) as ids (1, n) of the LLM."""
 
     async def send(sequence: int, request: Token2WavRequest) -> np.ndarray:
-        inputs, flags = tensors_of(request, first_speech_id), {"start": bool(request.start), "end": request.end}
+        inputs: dict[str, np.ndarray] = {}
+        inputs["target_speech_tokens"] = (request.tokens + first_speech_id).astype(np.int32)[None]
+        if (prompt := request.prompt) is not None:
+            inputs["prompt_speech_tokens"] = (prompt.tokens + first_speech_id).astype(np.int32)[None]
+            inputs["prompt_speech_feat"] = prompt.mel.astype(np.float16)[None]
+            inputs["prompt_spk_embedding"] = prompt.embedding.astype(np.float16)[None]
+        if request.final is not None:
+            inputs["finalize"] = np.array([[request.final]])
+        if request.offset is not None:
+            inputs["token_offset"] = np.array([[request.offset]], np.int32)
+        if request.speed != 1.0:
+            inputs["speed"] = np.array([[request.speed]], np.float32)
+        if request.audio_left is not None:
+            inputs["audio_left"] = np.array([[request.audio_left]], np.float32)
+        flags = {"start": bool(request.start), "end": request.end}
         return (await call(model, inputs, ["waveform"], correlation_id=sequence, **flags))["waveform"].reshape(-1)
 
     return send
@@ -111,9 +127,8 @@ class Token2WavReplicas:
     async def request(self, model: str, sequence: int, request: Token2WavRequest) -> np.ndarray:
         """Return the waveform (N,) of the answer."""
         answer = self._models[model](sequence, request)
-        return await (answer if len(self.live) == 1 else self._unless_failed(model, answer))
-
-    async def _unless_failed(self, model: str, answer: Awaitable[np.ndarray]) -> np.ndarray:
+        if len(self.live) == 1:
+            return await answer
         waiting = asyncio.ensure_future(answer)
         waiting.add_done_callback(_retrieve_error)
         try:
@@ -137,21 +152,21 @@ def _retrieve_error(answer: "asyncio.Future[Any]") -> None:
         answer.exception()
 
 
+@dataclass(eq=False)
 class Token2WavSequence:
-    """One stream, rendered chunk by chunk: `start` once, then the hops in order, then `abort`.
+    """One stream, rendered chunk by chunk: `start` once, then the hops in order, then `abort`. speed: of the speech.
 
     Calls are made one after another, but `abort` may be called while another is in flight: the place is free for the
     next listener before the chunk is done that was being rendered.
     """
 
-    def __init__(self, replicas: Token2WavReplicas, model: str, speed: float = 1.0, sequence: int | None = None):
-        self._replicas = replicas
-        self._speed = speed
-        self.model = model
-        self._sequence = sequence or new_sequence_id()
-        self._open = False
-        self._last: asyncio.Future[np.ndarray] | None = None  # the answer to the last request
-        self._starts = False  # whether that request is a START
+    replicas: Token2WavReplicas
+    model: str
+    speed: float = 1.0
+    sequence: int = field(default_factory=new_sequence_id)
+    _open: bool = False
+    _last: "asyncio.Future[np.ndarray] | None" = None  # the answer to the last request
+    _starts: bool = False  # whether that request is a START
 
     async def reserve(self) -> None:
         """Reserve a place for a new listener, before `start`. OverloadedError, soon, if there is none."""
@@ -161,35 +176,36 @@ class Token2WavSequence:
             try:
                 return await self._send(start=True)
             except UnavailableError as error:
-                if self._replicas.is_for_another(model, error):
-                    self._set_open(False)  # a further call would only delay the refusal
+                if self.replicas.is_for_another(model, error):
+                    self.replicas.live[model] -= self._open
+                    self._open = False  # a further call would only delay the refusal
                 raise
 
-        await self._replicas.first_accepted(ask)
+        await self.replicas.first_accepted(ask)
 
     async def start(self, prompt: Prompt, audio_left: float | None) -> None:
         """Prefill the prompt. audio_left: seconds that the listener still has of earlier segments; None: none yet."""
         left = None if audio_left is None else max(0.0, audio_left)
-        await self._send(start=not self._open, prompt=prompt, speed=self._speed, audio_left=left)
+        await self._send(start=not self._open, prompt=prompt, speed=self.speed, audio_left=left)
 
     async def restart(self, prompt: Prompt, audio_left: float | None) -> None:
         """Begin anew, with the place that the listener has. audio_left: as of `start`."""
-        await self._send(start=True, prompt=prompt, speed=self._speed, audio_left=max(0.0, audio_left or 0.0))
+        await self._send(start=True, prompt=prompt, speed=self.speed, audio_left=max(0.0, audio_left or 0.0))
 
     async def render(self, tokens: Sequence[int], hop: Hop, audio_left: float | None = None) -> np.ndarray:
         """Return audio (N,) float32 of `hop`; `tokens` are all so far, at least `hop.end_of_context`. audio_left:
         seconds that the listener has, where that is not what token2wav rendered."""
         left = None if audio_left is None else max(0.0, audio_left)
-        begin = 0 if self._replicas.cumulative else hop.offset
+        begin = 0 if self.replicas.cumulative else hop.offset
         chunk = tokens[begin : hop.end_of_context]
         return await self._send(end=hop.final, final=hop.final, tokens=chunk, offset=hop.offset, audio_left=left)
 
     def following(self) -> "Token2WavSequence":
         """Return a stream for the listener's next segment: on the same model, which has the voice's prompt cache,
         unless it has failed. The id is the same, by which the model knows a listener whom it has admitted."""
-        if self._replicas.failed(self.model):
-            return self._replicas.open(self._speed)
-        return Token2WavSequence(self._replicas, self.model, self._speed, self._sequence)
+        if self.replicas.failed(self.model):
+            return self.replicas.open(self.speed)
+        return Token2WavSequence(self.replicas, self.model, self.speed, self.sequence)
 
     async def abort(self) -> None:
         """Free what is still held; a no-op before the first call and after the final hop is answered. Never raises."""
@@ -207,7 +223,7 @@ class Token2WavSequence:
             await self._send(end=True)
         except (ValueError, RuntimeError) as error:
             # It was never opened or is already freed; the error worth reporting is the one that ended the stream.
-            logger.warning("stream %d could not be closed: %s", self._sequence, error)
+            logger.warning("stream %d could not be closed: %s", self.sequence, error)
 
     async def _send(
         self,
@@ -220,21 +236,18 @@ class Token2WavSequence:
         **fields: Any,
     ) -> np.ndarray:
         # Set before the answer is known: even a request that fails has opened or ended the sequence.
-        self._set_open(not end)
+        self.replicas.live[self.model] += (not end) - self._open
+        self._open = not end
         request = Token2WavRequest(
-            f"sequence {self._sequence}",
+            f"sequence {self.sequence}",
             start,
             end,
             np.asarray(tokens, np.int64),
             final=final,
-            offset=offset if self._replicas.cumulative else None,
+            offset=offset if self.replicas.cumulative else None,
             **fields,
         )
-        answer = self._replicas.request(self.model, self._sequence, request)
+        answer = self.replicas.request(self.model, self.sequence, request)
         self._last, self._starts = asyncio.ensure_future(answer), start  # what was sent cannot be withdrawn
         self._last.add_done_callback(_retrieve_error)  # its waiter may have been cancelled
         return await asyncio.shield(self._last)
-
-    def _set_open(self, is_open: bool) -> None:
-        self._replicas.live[self.model] += is_open - self._open
-        self._open = is_open

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ CUT_SHORT = "speech was cut short"  # the beginning of these warnings
 MAX_SILENT_TOKENS = 5  # spoken of a run: 0.2 s, as upstream
 
 
+@dataclass(eq=False)
 class SilenceFilter:
     """Drops silent tokens of one segment, which may arrive in any grouping. The LLM's own context keeps them.
 
@@ -30,22 +31,21 @@ class SilenceFilter:
     `llm_job` of upstream's CosyVoice3 model. leading: those that are dropped before the first other token.
     """
 
-    def __init__(self, long: Collection[int], leading: Collection[int] = ()):
-        self._long = long
-        self._leading = leading
-        self._run = 0  # silent tokens since the last other one, dropped ones included
-        self._onset: list[int] | None = []  # the last leading ones; None once another token came
+    long: Collection[int]
+    leading: Collection[int] = ()
+    _run: int = 0  # silent tokens since the last other one, dropped ones included
+    _onset: list[int] | None = field(default_factory=list)  # the last leading ones; None once another token came
 
     def kept(self, tokens: Sequence[int]) -> list[int]:
         """Return those of the tokens that arrived next that are to be spoken."""
         kept = []
         for token in tokens:
             if self._onset is not None:
-                if token in self._leading:
+                if token in self.leading:
                     self._onset = [*self._onset, token][-ONSET_TOKENS:]
                     continue
                 kept += self.rest()
-            self._run = self._run + 1 if token in self._long else 0
+            self._run = self._run + 1 if token in self.long else 0
             if self._run <= MAX_SILENT_TOKENS:
                 kept.append(token)
         return kept

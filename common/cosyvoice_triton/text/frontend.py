@@ -18,13 +18,14 @@ from cosyvoice_triton.text.segments import (
     REQUEST_SHARE,
     SEGMENT_SECONDS,
     SHORTEST_LIMIT,
-    ended_as,
+    closed,
     expected_seconds,
     fitting,
     segments,
     sentences,
 )
 
+_ENDS = ".!?。！？…．｡"
 # Left unchanged: the LLM's tags of sounds ("[laughter]", "<strong>") and phonemes ("[AH0]", "[ǐ]").
 _AS_IS = r"\[(?:[a-z_à-ǜ-]+|[A-Z]{1,2}[0-2]?)\]|</?(?:strong|laughter)>"
 
@@ -177,4 +178,7 @@ class TextFrontend:
             if self.warning and has_kanji(words):
                 warn(self.warning)
             words = in_kana(words)
-        return ended_as(sentence, words if own != "zh" else CHINESE.words.clean(words), own), own
+        words = CHINESE.words.clean(words) if own == "zh" else words
+        if (body := words.rstrip()) and sentence.rstrip()[-1:] in _ENDS:  # it may have been taken for that of "U.S."
+            words = closed(body, own).rstrip() + words[len(body) :]
+        return words, own

@@ -72,7 +72,6 @@ _SECONDS = [lru_cache(1 << 14)(partial(_of_character, han)) for han in (_HAN_CHI
 
 _TAG_AT_END = re.compile(r"(?:\[[A-Za-zà-ǜ0-9_-]+\]|<[^<>]*>)\Z")
 _CLOSERS = "\"'”’»›“」』】）)]}〉》"
-_ENDS = ".!?。！？…．｡"
 _OPEN_END = re.compile(rf"\s*[,;:，；：、—–~～-][\s,;:，；：、—–~～-]*(?=[{re.escape(_CLOSERS)}]*\Z)")
 _CJK = re.compile(r"[\u3000-\u30ff\u3400-\u9fff\uff00-\uffef]")
 
@@ -88,25 +87,12 @@ def closed(sentence: str, language: Language | None, last: bool = False) -> str:
     sentence = sentence.rstrip()
     if last and has_words(ended := _OPEN_END.sub("", sentence)):
         sentence = ended
-    wide = is_wide(sentence, language)
     if not sentence:
         return sentence
+    wide = language in ("zh", "ja") or (language is None and bool(_CJK.search(sentence)))
     if is_open(sentence):
         sentence += "。" if wide else "."
     return sentence if wide else sentence + " "
-
-
-def ended_as(written: str, spoken: str, language: Language | None) -> str:
-    """Return `spoken` with the full stop that `written` ends with and that was taken for that of "St." or "U.S."."""
-    body = spoken.rstrip()
-    if not body or written.rstrip()[-1:] not in _ENDS or not is_open(body):
-        return spoken
-    return body + ("。" if is_wide(body, language) else ".") + spoken[len(body) :]
-
-
-def is_wide(text: str, language: Language | None) -> bool:
-    """Return whether a full stop of `text` is 。: it is Chinese or Japanese, or in their script."""
-    return language in ("zh", "ja") or (language is None and bool(_CJK.search(text)))
 
 
 def is_open(text: str) -> bool:

@@ -169,26 +169,6 @@ def read_request(
     )
 
 
-def tensors_of(request: Token2WavRequest, first_speech_id: int) -> dict[str, np.ndarray]:
-    """Return what `read_request` reads as `request`, beside its correlation id and flags: tokens (n,) as ids (1, n) of
-    the LLM."""
-    tensors: dict[str, np.ndarray] = {}
-    tensors["target_speech_tokens"] = (request.tokens + first_speech_id).astype(np.int32)[None]
-    if (prompt := request.prompt) is not None:
-        tensors["prompt_speech_tokens"] = (prompt.tokens + first_speech_id).astype(np.int32)[None]
-        tensors["prompt_speech_feat"] = prompt.mel.astype(np.float16)[None]
-        tensors["prompt_spk_embedding"] = prompt.embedding.astype(np.float16)[None]
-    if request.final is not None:
-        tensors["finalize"] = np.array([[request.final]])
-    if request.offset is not None:
-        tensors["token_offset"] = np.array([[request.offset]], np.int32)
-    if request.speed != 1.0:
-        tensors["speed"] = np.array([[request.speed]], np.float32)
-    if request.audio_left is not None:
-        tensors["audio_left"] = np.array([[request.audio_left]], np.float32)
-    return tensors
-
-
 def _audio_left(tensors: Tensors) -> float:
     seconds = float(_one(tensors, "audio_left"))
     if not 0 <= seconds <= MAX_AUDIO_LEFT:  # also what is not a number

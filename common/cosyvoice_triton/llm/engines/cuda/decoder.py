@@ -14,13 +14,13 @@ from cosyvoice_triton.llm.engines.cuda.operations import (
     CONSECUTIVE,
     PAGE,
     RING_STEPS,
+    SCRATCH_PAGE,
     AttentionMetadata,
     Plain,
     PromptPiece,
     Requests,
     Residual,
 )
-from cosyvoice_triton.llm.engines.cuda.page_pool import SCRATCH_PAGE
 from cosyvoice_triton.llm.engines.cuda.weights import Weights
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.sampler import SamplingRow, random_key

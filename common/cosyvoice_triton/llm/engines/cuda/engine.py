@@ -14,8 +14,7 @@ from cosyvoice_triton.config import TensorrtLLMConfig, device_of
 from cosyvoice_triton.llm.checkpoint import LLMLimits
 from cosyvoice_triton.llm.engines.cuda.decoder import Decoder
 from cosyvoice_triton.llm.engines.cuda.operations import PAGE, Plain
-from cosyvoice_triton.llm.engines.cuda.page_pool import PagePool
-from cosyvoice_triton.llm.engines.cuda.scheduler import LaunchedBatch, Scheduler, TokenSequence
+from cosyvoice_triton.llm.engines.cuda.scheduler import LaunchedBatch, PagePool, Scheduler, TokenSequence
 from cosyvoice_triton.llm.engines.cuda.weights import Weights
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.engines.threaded_engine import OnTokens, ThreadedEngine

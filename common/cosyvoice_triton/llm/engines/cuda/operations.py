@@ -14,6 +14,7 @@ from torch import Tensor
 from cosyvoice_triton.llm.sampler import BatchSampler, SamplingRow
 
 PAGE = 64  # tokens
+SCRATCH_PAGE = 0  # never allocated: rows without a request write to it
 # Each piece of a prompt is padded to a multiple of so many tokens, so a tile of attention has one sequence's tokens.
 CONSECUTIVE = 8
 RING_STEPS = 16  # steps whose columns stay in the device's ring buffer until they are copied to the host

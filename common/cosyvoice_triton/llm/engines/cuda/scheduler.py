@@ -7,8 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from cosyvoice_triton.constants import ONSET_TOKENS, TOKEN_RATE
-from cosyvoice_triton.llm.engines.cuda.operations import CONSECUTIVE, FAULT, NOTHING, PAGE, PromptPiece
-from cosyvoice_triton.llm.engines.cuda.page_pool import PagePool
+from cosyvoice_triton.llm.engines.cuda.operations import CONSECUTIVE, FAULT, NOTHING, PAGE, SCRATCH_PAGE, PromptPiece
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.engines.threaded_engine import Generation
 from cosyvoice_triton.llm.interface import FinishReason, TokenChunk
@@ -119,6 +118,40 @@ class Answer(NamedTuple):
     def ends(self) -> bool:
         """Return whether it is the request's last answer."""
         return isinstance(self.item, Exception) or self.item.finish_reason is not None
+
+
+class PagePool:
+    """Hands out the pages in which keys and values are kept, by their numbers; the only owner of the free ones."""
+
+    def __init__(self, count: int) -> None:
+        """`count` is the number of all pages, the scratch page included."""
+        self._count = count
+        self._free = list(range(count - 1, SCRATCH_PAGE, -1))
+        self._used: set[int] = set()
+
+    @property
+    def total(self) -> int:
+        """Return the number of pages that can be allocated."""
+        return self._count - 1
+
+    @property
+    def free(self) -> int:
+        """Return the number of pages that are not allocated."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Return `count` pages, or None if fewer are free."""
+        if count > len(self._free):
+            return None
+        taken = [self._free.pop() for _ in range(count)]
+        self._used.update(taken)
+        return taken
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Make pages free again. AssertionError for one that is not allocated: two sequences would write to it."""
+        assert self._used.issuperset(pages) and len(set(pages)) == len(pages), f"pages {pages} are not all allocated"
+        self._used.difference_update(pages)
+        self._free.extend(pages)
 
 
 class Scheduler:
