@@ -50,7 +50,7 @@ class Chinese(Reader):
         part, hour = "", int(it.hour)
         if it.half and not at("half"):
             part = "上午" if it.half[0] in "aA" else "晚上" if 5 < hour < 12 else "下午"
-        if it.second.strip("0") and at("lasted"):
+        if it.second.strip("0") and (at("lasted") or at("timed")):
             hours = self.hour(hour).removesuffix("点") + "小时" if hour else ""
             return f"{hours}{chinese(int(it.minute))}分{self.number(it.second.lstrip('0'))}秒"
         return part + super().clock(it.but(half=""), at)

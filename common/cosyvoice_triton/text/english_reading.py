@@ -24,6 +24,7 @@ class English(Reader):
         "ordinal": lambda number: english_ordinal(int(number)),
         "decade": lambda written: re.sub("ys$", "ies", english_year(int(written.strip("s'’"))) + "s"),
         "pair": lambda written: " ".join(english(int(number)) for number in re.findall(r"\d+", written)),
+        "inches": lambda written: re.sub('["”″]', " inches", re.sub('(?<=feet1)["”″]|["”″](?= )', " inch", written)),
         "letters": lambda word: word.replace(".", ""),
     }
 
@@ -53,7 +54,8 @@ class English(Reader):
             return self.plain(digits, at) + self.unit_of(it)
         digits = digits.rstrip("0").rstrip(".") if it.currency and "." in digits else digits
         scale = f" {self.words.tables['scale'].get(scale.lower(), scale)}" if scale else ""
-        return self.sign(it, at) + self.powered(it.but(number=digits)) + scale + self.unit_of(it)
+        blank = " " * (not it.unit and at.after[:1].isalpha())
+        return self.sign(it, at) + self.powered(it.but(number=digits)) + scale + self.unit_of(it) + blank
 
     def plain(self, digits: str, at: Around) -> str:
         if self.is_code(digits, at):
@@ -84,9 +86,14 @@ class English(Reader):
             said += f" and {self.number(str(int(it.second)))} seconds"
         return said + f" {it.half}".rstrip()
 
+    def length(self, it: Quantity, at: Around) -> str:
+        if int(it.minute) + int(it.second) == 100 or at("score"):
+            return self.listed(Quantity("ratio", it.text), at)
+        return _clock(it.minute, it.second, True) if int(it.second) else self.number(it.minute) + " minutes"
+
     def slash(self, it: Quantity, at: Around) -> str:
         numbers = self.number(it.over), self.number(it.under)
-        if not it.over.isdigit() or at("graded"):
+        if not (it.over + it.under).isdigit() or (at("graded") and not at("share")):
             return " out of ".join(numbers) + self.unit_of(it)
         if "odds" in at.before.lower():
             return " to ".join(numbers)

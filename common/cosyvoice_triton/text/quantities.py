@@ -60,7 +60,7 @@ class Quantity:
     @property
     def is_day(self) -> bool:
         """Return whether two numbers with a slash can be a month and a day."""
-        is_short = self.over.isdigit() and not self.whole + self.unit
+        is_short = (self.over + self.under).isdigit() and not self.whole + self.unit
         return is_short and 0 < int(self.over) < 13 and 0 < int(self.under) < 32
 
     def is_below(self, limit: int) -> bool:
@@ -139,8 +139,13 @@ class Reader:
     def said(self, it: Quantity, before: str, after: str) -> str:
         """Return the words of a quantity."""
         at = Around(self.words, before, after)
-        if it.kind == "clock" and it.minute and not it.second + it.half and at("score"):
-            it = Quantity("ratio", it.text.replace(":0", ":"))
+        if it.kind == "clock" and it.minute and not it.second + it.half:
+            if at("score"):
+                it = Quantity("ratio", it.text.replace(":0", ":"))
+            elif at("timed"):
+                it = Quantity("length", it.text, minute=it.hour, second=it.minute)
+        if it.kind in ("date", "code") and at("tally"):
+            it = Quantity("series", it.text)
         return str(getattr(self, it.kind, self.listed)(it, at))
 
     def sign(self, it: Quantity, at: Around) -> str:
@@ -189,8 +194,10 @@ class Reader:
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
         falls = first.is_below(1000) and last.is_below(int(first.digits) + 1)
-        if falls or (first.is_plain and last.is_plain and (at("score") or (dash in "-–" and at("won")))):
-            return self.listed(Quantity("ratio", f"{first.number}:{last.number}"), at)
+        is_score = at("record") or at("score") or (dash in "-–" and at("won"))
+        if falls or (first.is_plain and last.is_plain and is_score):
+            kind = "record" if at("record") else "ratio"
+            return self.listed(Quantity(kind, f"{first.number}:{last.number}"), at)
         if first.unit == last.unit and not first.sign and not self.unit_of(last).endswith("之"):
             first = first.but(unit="")
         said = self.said(first.but(currency=""), at.before, at.after).strip()
@@ -214,7 +221,18 @@ class Reader:
     def hour(self, hour: int) -> str:
         return self.whole(hour) + self.say["hour"]
 
+    def length(self, it: Quantity, at: Around) -> str:
+        """Return minutes and seconds, which look like a ratio."""
+        if at("score") or not at("timed"):
+            return self.listed(Quantity("ratio", it.text), at)
+        seconds = self.whole(int(it.second)) + self.say["second"] if int(it.second) else ""
+        return self.hour(int(it.minute)).removesuffix(self.say["hour"]) + self.say["minute"] + seconds
+
     def slash(self, it: Quantity, at: Around) -> str:
+        if len(it.over) > 2 and at("code"):
+            return self.code(it, at)
+        if "." in it.under:
+            return self.listed(Quantity("ratio", it.text), at)
         if it.is_day and not at("share"):
             named = at("date") or it.under in self.words.tables["days"] or "0" in (it.over[0], it.under[0])
             if named or self._patterns["said_day"].search(at.before):  # slashes of a text are of one kind
@@ -226,7 +244,9 @@ class Reader:
         return said + self.number(it.under) + self.say["over"] + self.number(it.over) + self.unit_of(it)
 
     def code(self, it: Quantity, at: Around) -> str:
-        return self.say["plus"] * (it.text[0] == "+") + self.say["group"].join(map(self.spelled, it.groups))
+        is_short = not at("code") and max(map(len, it.groups)) < 3
+        said = map(self.number if is_short else self.spelled, it.groups)
+        return self.say["plus"] * (it.text[0] == "+") + self.say["group"].join(said)
 
     def version(self, it: Quantity, at: Around) -> str:
         """Return the parts of a version or of an address of a network, whose long parts are said by their digits."""
