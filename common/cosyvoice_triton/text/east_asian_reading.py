@@ -37,7 +37,7 @@ class Chinese(Reader):
         return "两" if digits == "2" and at("counted") else self.number(digits)
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
-        if at("date") and not at("counted") and all(_DOTTED.fullmatch(each.number) for each in (first, last)):
+        if (at("date") or at("alone")) and not at("counted") and all(_DOTTED.fullmatch(each.number) for each in (first, last)):
             first, last = (Quantity("date", month=each.groups[0], day=each.groups[1]) for each in (first, last))
         if first.is_plain and last.scale.isascii():
             first = first.but(scale=last.scale)
@@ -57,11 +57,6 @@ class Chinese(Reader):
 
     def hour(self, hour: int) -> str:
         return ("两" if hour == 2 else chinese(hour)) + "点"
-
-    def slash(self, it: Quantity, at: Around) -> str:
-        if at("list"):
-            return f"{self.number(it.over)}、{self.number(it.under)}{self.unit_of(it)}"
-        return super().slash(it, at)
 
     def name(self, it: Quantity, at: Around) -> str:
         """Read digits that touch Latin letters: a model or a train by its digits, a short one as a number."""

@@ -1,6 +1,7 @@
 """English: how quantities are said, and what the words around a number say that it is."""
 
 import re
+from math import gcd
 
 from cosyvoice_triton.text.quantities import ORDINALS, Around, Quantity, Reader
 from cosyvoice_triton.text.tables import CURRENCIES, counted
@@ -14,7 +15,7 @@ _SCALES = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"), (1000, 
 _ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth", "nine": "ninth"}
 _ORDINALS |= {"twelve": "twelfth"}
 
-_DATED = re.compile(rf"(?:{'|'.join(ONES)}|ty) \Z")  # the year of a date before a clock time
+_DATED = re.compile(rf"(?:{'|'.join(ONES)}|ty|at) \Z")  # the year of a date before a clock time
 
 
 class English(Reader):
@@ -53,6 +54,8 @@ class English(Reader):
         if it.but(per="").is_plain:
             return self.plain(digits, at) + self.unit_of(it)
         digits = digits.rstrip("0").rstrip(".") if it.currency and "." in digits else digits
+        if it.currency and at("article") and at.after[1:4].isalpha():
+            it = it.but(single="a")
         scale = f" {self.words.tables['scale'].get(scale.lower(), scale)}" if scale else ""
         blank = " " * (not it.unit and at.after[:1].isalpha())
         return self.sign(it, at) + self.powered(it.but(number=digits)) + scale + self.unit_of(it) + blank
@@ -103,10 +106,11 @@ class English(Reader):
             return " over ".join(numbers) + self.unit_of(it)
         return super().slash(it, at)
 
-    def fraction(self, it: Quantity) -> str:
+    def fraction(self, it: Quantity, at: Around) -> str:
         whole, over, under = it.whole, int(it.over), int(it.under)
         unit, one = self.words.units.get(it.unit), {2: "half", 4: "quarter"}.get(under) or english_ordinal(under)
-        if under in (10, 100) and over > 1 and not whole:
+        is_share = gcd(over, under) == 1 or over >= under or at("share")
+        if not whole and over > 1 and (under in (10, 100) or not is_share):
             said = f"{english(over)} out of {english(under)}"
         elif over >= under:
             said = f"{english(over)} over {english(under)}"

@@ -23,16 +23,17 @@ class Around:
         self._words, self._head = words, ""
 
     def __call__(self, name: str) -> bool:
-        words, after = self._words.contexts[name]
+        words, after, before = self._words.contexts[name]
         self._head = self._head or self._words.fillers.sub("", f" {self.before.lower()}".replace("(", " "))
-        return self._head.endswith(words) or bool(after.match(self.after))
+        found = self._head.endswith(words) or (after and after.match(self.after))
+        return bool(found or (before and before.search(self.before)))
 
 
 class Quantity:
     """A quantity as it is written: its kind, its text, and the parts that its pattern names; "" for what is missing."""
 
     kind = text = number = sign = currency = minus = scale = unit = per = power = ""  # `minus`: after a currency
-    year = month = day = of = hour = minute = second = half = whole = over = under = ""  # `of`: between day and month
+    year = month = day = of = hour = minute = second = half = whole = over = under = single = ""  # `of`: between day and month
 
     def __init__(self, kind: str, text: str = "", **parts: str) -> None:
         self.__dict__.update(parts, kind=kind, text=text)
@@ -92,7 +93,7 @@ class Reader:
         said = {"digits": self.spelled, "number": self.number, "power": self.power, "to": lambda dash: self.say["to"]}
         self.words = Words(language, {**said, "roman": roman, **self.functions})
         self.say: dict[str, str] = defaultdict(str, self.words.tables["say"])
-        named = ("needed", "dash", "addresses", "start", "money_end", "said_day", "coded")
+        named = ("needed", "dash", "addresses", "start", "money_end")
         self._patterns = {name: self.words.pattern(f"«{name}»") for name in named}
 
     def read(self, text: str) -> str:
@@ -110,7 +111,7 @@ class Reader:
         text = self.words.first(text)
         parts, end, at = [""], 0, 0
         while found := self._patterns["start"].search(text, at):
-            begin, before = found.start(), "".join(parts[-2:])[-40:] + text[end : found.start()]
+            begin, before = found.start(), "".join(parts[-4:])[-40:] + text[end : found.start()]
             quantity, stop = self._quantity(text, begin)
             dash = self._patterns["dash"].match(text, stop)
             is_pair = dash and self._patterns["start"].match(text, dash.end())
@@ -166,7 +167,7 @@ class Reader:
     def unit_of(self, it: Quantity) -> str:
         """Return the name of a unit or currency, and what it is per."""
         names = self.words.money.get(it.currency) or self.words.units.get(it.unit, "")
-        is_one = (it.digits == "1" and not it.scale) or (it.unit and f"-{it.unit}" in it.text)  # as in "a 5-km run"
+        is_one = it.single or (it.digits == "1" and not it.scale) or (it.unit and f"-{it.unit}" in it.text)  # as in "a 5-km run"
         said = self.say["blank"] * bool(names) + counted(names, bool(is_one))
         if it.per:
             count, unit = _PER.findall(it.per)[0]
@@ -189,14 +190,15 @@ class Reader:
         if len(digits) > 6:
             return not at("counted")
         known = digits in self.words.tables["known"] or at("code") or (at("call") and len(digits) < 6)
-        coded = known or (digits[1:] != "00" and self._patterns["coded"].search(at.before))
+        coded = known or (digits[1:] != "00" and at("coded"))
         return len(digits) > 2 and bool(coded) and not at("counted")
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
         falls = first.is_below(1000) and last.is_below(int(first.digits) + 1)
-        is_score = at("record") or at("score") or (dash in "-–" and at("won"))
+        is_record = at("record") or (falls and at("standing"))
+        kind = "numbered" if at("numbered") else "record" if is_record else "ratio"
+        is_score = kind != "ratio" or at("score") or (dash in "-–" and at("won"))
         if falls or (first.is_plain and last.is_plain and is_score):
-            kind = "record" if at("record") else "ratio"
             return self.listed(Quantity(kind, f"{first.number}:{last.number}"), at)
         if first.unit == last.unit and not first.sign and not self.unit_of(last).endswith("之"):
             first = first.but(unit="")
@@ -233,13 +235,20 @@ class Reader:
             return self.code(it, at)
         if "." in it.under:
             return self.listed(Quantity("ratio", it.text), at)
+        if at("list"):
+            return self.pair(it)
         if it.is_day and not at("share"):
             named = at("date") or it.under in self.words.tables["days"] or "0" in (it.over[0], it.under[0])
-            if named or self._patterns["said_day"].search(at.before):  # slashes of a text are of one kind
+            if named or at("said_day"):  # slashes of a text are of one kind
                 return self.date(Quantity("date", month=it.over, day=it.under), at)
-        return self.fraction(it)
+        is_share = it.whole or at("share") or float(it.over) < int(it.under)
+        return self.fraction(it, at) if is_share or not self.say["list"] else self.pair(it)
 
-    def fraction(self, it: Quantity) -> str:
+    def pair(self, it: Quantity) -> str:
+        """Return two numbers with a slash that are no fraction."""
+        return self.number(it.over) + self.say["list"] + self.number(it.under) + self.unit_of(it)
+
+    def fraction(self, it: Quantity, at: Around) -> str:
         said = self.number(it.whole) + self.say["and"] if it.whole else ""
         return said + self.number(it.under) + self.say["over"] + self.number(it.over) + self.unit_of(it)
 
@@ -255,7 +264,8 @@ class Reader:
 
     def listed(self, it: Quantity, at: Around) -> str:
         """Return numbers with what is said between those of their kind: a ratio, a series or a name."""
-        return self.say[it.kind].join(map(self.number, it.groups))
+        known = self.words.tables["known"]
+        return self.say[it.kind].join(self.spelled(each) if each in known else self.number(each) for each in it.groups)
 
     def _quantity(self, text: str, begin: int, after_dash: bool = False) -> tuple[Quantity, int]:
         """Return the quantity that begins at `begin`, and where it ends."""
