@@ -54,11 +54,9 @@ class English(Reader):
         if it.but(per="").is_plain:
             return self.plain(digits, at) + self.unit_of(it)
         digits = digits.rstrip("0").rstrip(".") if it.currency and "." in digits else digits
-        if it.currency and at("article") and at.after[1:4].isalpha():
-            it = it.but(single="a")
-        scale = f" {self.words.tables['scale'].get(scale.lower(), scale)}" if scale else ""
         blank = " " * (not it.unit and at.after[:1].isalpha())
-        return self.sign(it, at) + self.powered(it.but(number=digits)) + scale + self.unit_of(it) + blank
+        scale = f" {self.words.tables['scale'].get(scale.lower(), scale)}" if scale else blank
+        return self.sign(it, at) + self.powered(it.but(number=digits)) + scale + self.unit_of(it)
 
     def plain(self, digits: str, at: Around) -> str:
         if self.is_code(digits, at):
@@ -88,11 +86,6 @@ class English(Reader):
         elif it.second:
             said += f" and {self.number(str(int(it.second)))} seconds"
         return said + f" {it.half}".rstrip()
-
-    def length(self, it: Quantity, at: Around) -> str:
-        if int(it.minute) + int(it.second) == 100 or at("score"):
-            return self.listed(Quantity("ratio", it.text), at)
-        return _clock(it.minute, it.second, True) if int(it.second) else self.number(it.minute) + " minutes"
 
     def slash(self, it: Quantity, at: Around) -> str:
         numbers = self.number(it.over), self.number(it.under)

@@ -25,15 +25,14 @@ class Around:
     def __call__(self, name: str) -> bool:
         words, after, before = self._words.contexts[name]
         self._head = self._head or self._words.fillers.sub("", f" {self.before.lower()}".replace("(", " "))
-        found = self._head.endswith(words) or (after and after.match(self.after))
-        return bool(found or (before and before.search(self.before)))
+        return self._head.endswith(words) or bool(after.match(self.after) or (before and before.search(self.before)))
 
 
 class Quantity:
     """A quantity as it is written: its kind, its text, and the parts that its pattern names; "" for what is missing."""
 
     kind = text = number = sign = currency = minus = scale = unit = per = power = ""  # `minus`: after a currency
-    year = month = day = of = hour = minute = second = half = whole = over = under = single = ""  # `of`: between day and month
+    year = month = day = of = hour = minute = second = half = whole = over = under = ""  # `of`: between day and month
 
     def __init__(self, kind: str, text: str = "", **parts: str) -> None:
         self.__dict__.update(parts, kind=kind, text=text)
@@ -140,11 +139,8 @@ class Reader:
     def said(self, it: Quantity, before: str, after: str) -> str:
         """Return the words of a quantity."""
         at = Around(self.words, before, after)
-        if it.kind == "clock" and it.minute and not it.second + it.half:
-            if at("score"):
-                it = Quantity("ratio", it.text.replace(":0", ":"))
-            elif at("timed"):
-                it = Quantity("length", it.text, minute=it.hour, second=it.minute)
+        if it.kind == "clock" and it.minute and not it.second + it.half and at("score"):
+            it = Quantity("ratio", it.text.replace(":0", ":"))
         if it.kind in ("date", "code") and at("tally"):
             it = Quantity("series", it.text)
         return str(getattr(self, it.kind, self.listed)(it, at))
@@ -167,8 +163,8 @@ class Reader:
     def unit_of(self, it: Quantity) -> str:
         """Return the name of a unit or currency, and what it is per."""
         names = self.words.money.get(it.currency) or self.words.units.get(it.unit, "")
-        is_one = it.single or (it.digits == "1" and not it.scale) or (it.unit and f"-{it.unit}" in it.text)  # as in "a 5-km run"
-        said = self.say["blank"] * bool(names) + counted(names, bool(is_one))
+        is_one = (it.digits == "1" and not it.scale) or it.text.endswith(f"-{it.unit or it.currency}")  # "a 5-km run"
+        said = self.say["blank"] * bool(names) + counted(names, is_one)
         if it.per:
             count, unit = _PER.findall(it.per)[0]
             said += self.say["per"] + (self.number(count) + self.say["blank"] if count else "")
@@ -194,12 +190,12 @@ class Reader:
         return len(digits) > 2 and bool(coded) and not at("counted")
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
-        falls = first.is_below(1000) and last.is_below(int(first.digits) + 1)
-        is_record = at("record") or (falls and at("standing"))
-        kind = "numbered" if at("numbered") else "record" if is_record else "ratio"
-        is_score = kind != "ratio" or at("score") or (dash in "-–" and at("won"))
-        if falls or (first.is_plain and last.is_plain and is_score):
-            return self.listed(Quantity(kind, f"{first.number}:{last.number}"), at)
+        if first.is_plain and last.is_plain:
+            falls = first.is_below(1000) and last.is_below(int(first.digits) + 1)
+            is_record = at("record") or (falls and at("standing"))
+            kind = "numbered" if at("numbered") else "record" if is_record else "ratio"
+            if falls or kind != "ratio" or at("score") or (dash in "-–" and at("won")):
+                return self.listed(Quantity(kind, f"{first.number}:{last.number}"), at)
         if first.unit == last.unit and not first.sign and not self.unit_of(last).endswith("之"):
             first = first.but(unit="")
         said = self.said(first.but(currency=""), at.before, at.after).strip()
@@ -224,38 +220,29 @@ class Reader:
         return self.whole(hour) + self.say["hour"]
 
     def length(self, it: Quantity, at: Around) -> str:
-        """Return minutes and seconds, which look like a ratio."""
-        if at("score") or not at("timed"):
-            return self.listed(Quantity("ratio", it.text), at)
-        seconds = self.whole(int(it.second)) + self.say["second"] if int(it.second) else ""
-        return self.hour(int(it.minute)).removesuffix(self.say["hour"]) + self.say["minute"] + seconds
+        """Return minutes and seconds that no clock shows, which look like a ratio."""
+        is_ratio = at("score") or (self.say["hour"] and not at("timed")) or int(it.hour) + int(it.minute) == 100
+        return self.listed(Quantity("ratio", it.text), at) if is_ratio else self.clock(it, at)
 
     def slash(self, it: Quantity, at: Around) -> str:
         if len(it.over) > 2 and at("code"):
             return self.code(it, at)
-        if "." in it.under:
-            return self.listed(Quantity("ratio", it.text), at)
-        if at("list"):
-            return self.pair(it)
-        if it.is_day and not at("share"):
+        if it.is_day and not (at("share") or at("list")):
             named = at("date") or it.under in self.words.tables["days"] or "0" in (it.over[0], it.under[0])
             if named or at("said_day"):  # slashes of a text are of one kind
                 return self.date(Quantity("date", month=it.over, day=it.under), at)
-        is_share = it.whole or at("share") or float(it.over) < int(it.under)
-        return self.fraction(it, at) if is_share or not self.say["list"] else self.pair(it)
-
-    def pair(self, it: Quantity) -> str:
-        """Return two numbers with a slash that are no fraction."""
-        return self.number(it.over) + self.say["list"] + self.number(it.under) + self.unit_of(it)
+        kind = "list" if it.under.isdigit() else "ratio"
+        is_share = it.whole or at("share") or (kind == "list" and float(it.over) < int(it.under))
+        if self.say[kind] and (at("list") or not is_share):
+            return self.listed(it.but(kind=kind), at) + self.unit_of(it)
+        return self.fraction(it, at)
 
     def fraction(self, it: Quantity, at: Around) -> str:
         said = self.number(it.whole) + self.say["and"] if it.whole else ""
         return said + self.number(it.under) + self.say["over"] + self.number(it.over) + self.unit_of(it)
 
     def code(self, it: Quantity, at: Around) -> str:
-        is_short = not at("code") and max(map(len, it.groups)) < 3
-        said = map(self.number if is_short else self.spelled, it.groups)
-        return self.say["plus"] * (it.text[0] == "+") + self.say["group"].join(said)
+        return self.say["plus"] * (it.text[0] == "+") + self.say["group"].join(map(self.spelled, it.groups))
 
     def version(self, it: Quantity, at: Around) -> str:
         """Return the parts of a version or of an address of a network, whose long parts are said by their digits."""
@@ -264,8 +251,7 @@ class Reader:
 
     def listed(self, it: Quantity, at: Around) -> str:
         """Return numbers with what is said between those of their kind: a ratio, a series or a name."""
-        known = self.words.tables["known"]
-        return self.say[it.kind].join(self.spelled(each) if each in known else self.number(each) for each in it.groups)
+        return self.say[it.kind].join(map(self.number, it.groups))
 
     def _quantity(self, text: str, begin: int, after_dash: bool = False) -> tuple[Quantity, int]:
         """Return the quantity that begins at `begin`, and where it ends."""
