@@ -43,7 +43,8 @@ class English(Reader):
         if len(it.unit) == 1 and it.unit.isupper() and (at("seat") or re.match(r"\. [A-Z\d]", at.after)):
             return f"{self.number(digits)} {it.unit}"
         if scale in ORDINALS:
-            return english_ordinal(int(digits)) if digits.isdigit() else self.number(digits) + scale
+            said = english_ordinal(int(digits)) if digits.isdigit() else self.number(digits) + scale
+            return said + self.unit_of(it.but(number="1", scale=""))
         whole, _, cents = digits.partition(".")
         cent = CURRENCIES.get(it.currency, {}).get("cent")
         if cent and len(cents) == 2 and not scale and float(digits):
@@ -78,7 +79,8 @@ class English(Reader):
         return f"{name} {said}{ended}".lstrip()
 
     def clock(self, it: Quantity, at: Around) -> str:
-        said = _clock(it.hour, it.minute or "00", bool(it.minute) and not it.half + it.second)
+        is_alone = bool(it.minute) and not it.half + it.second
+        said = self.sign(it, at) * (it.sign in "~≈") + _clock(it.hour, it.minute or "00", is_alone)
         if it.second[:1] == ".":
             said += f" point {self.spelled(it.second)}"
         elif it.second and not _DATED.search(at.before):
@@ -102,14 +104,14 @@ class English(Reader):
     def fraction(self, it: Quantity, at: Around) -> str:
         whole, over, under = it.whole, int(it.over), int(it.under)
         unit, one = self.words.units.get(it.unit), {2: "half", 4: "quarter"}.get(under) or english_ordinal(under)
-        is_share = gcd(over, under) == 1 or over >= under or at("share")
-        if not whole and over > 1 and (under in (10, 100) or not is_share):
+        is_score = under in (10, 100) or (gcd(over, under) > 1 and over < under and not at("share"))
+        if is_score and over > 1 and not whole:
             said = f"{english(over)} out of {english(under)}"
         elif over >= under:
             said = f"{english(over)} over {english(under)}"
         else:
             said = f"{'a' if over == 1 and whole else english(over)} {one if over == 1 else one + 's'}"
-        said = f"{self.number(whole)} and {said}" if whole else said
+        said = self.sign(it, at) + (f"{self.number(whole)} and {said}" if whole else said)
         return f"{said} {counted(unit, not whole)}" if unit else said + it.unit
 
     def name(self, it: Quantity, at: Around) -> str:

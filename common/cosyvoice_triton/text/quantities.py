@@ -186,14 +186,12 @@ class Reader:
         if len(digits) > 6:
             return not at("counted")
         known = digits in self.words.tables["known"] or at("code") or (at("call") and len(digits) < 6)
-        coded = known or (digits[1:] != "00" and at("coded"))
-        return len(digits) > 2 and bool(coded) and not at("counted")
+        return len(digits) > 2 and (known or (digits[1:] != "00" and at("coded"))) and not at("counted")
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
         if first.is_plain and last.is_plain:
             falls = first.is_below(1000) and last.is_below(int(first.digits) + 1)
-            is_record = at("record") or (falls and at("standing"))
-            kind = "numbered" if at("numbered") else "record" if is_record else "ratio"
+            kind = "numbered" if at("numbered") else "record" if at("record") or (falls and at("standing")) else "ratio"
             if falls or kind != "ratio" or at("score") or (dash in "-–" and at("won")):
                 return self.listed(Quantity(kind, f"{first.number}:{last.number}"), at)
         if first.unit == last.unit and not first.sign and not self.unit_of(last).endswith("之"):
@@ -238,7 +236,7 @@ class Reader:
         return self.fraction(it, at)
 
     def fraction(self, it: Quantity, at: Around) -> str:
-        said = self.number(it.whole) + self.say["and"] if it.whole else ""
+        said = self.sign(it, at) + (self.number(it.whole) + self.say["and"] if it.whole else "")
         return said + self.number(it.under) + self.say["over"] + self.number(it.over) + self.unit_of(it)
 
     def code(self, it: Quantity, at: Around) -> str:
