@@ -37,7 +37,8 @@ class Chinese(Reader):
         return "两" if digits == "2" and at("counted") else self.number(digits)
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
-        if at("date") and not at("counted") and all(_DOTTED.fullmatch(each.number) for each in (first, last)):
+        is_date = (at("date") or at("alone")) and not at("counted")
+        if is_date and all(_DOTTED.fullmatch(each.number) for each in (first, last)):
             first, last = (Quantity("date", month=each.groups[0], day=each.groups[1]) for each in (first, last))
         if first.is_plain and last.scale.isascii():
             first = first.but(scale=last.scale)
@@ -50,18 +51,14 @@ class Chinese(Reader):
         part, hour = "", int(it.hour)
         if it.half and not at("half"):
             part = "上午" if it.half[0] in "aA" else "晚上" if 5 < hour < 12 else "下午"
-        if it.second.strip("0") and at("lasted"):
-            hours = self.hour(hour).removesuffix("点") + "小时" if hour else ""
-            return f"{hours}{chinese(int(it.minute))}分{self.number(it.second.lstrip('0'))}秒"
+        if it.minute and not it.half and at("timed"):
+            hours, minutes, seconds = (hour, it.minute, it.second) if it.second else (0, it.hour, it.minute)
+            said = (self.hour(hours)[:-1] + "小时") * bool(hours) + chinese(int(minutes)) + "分"
+            return said + (self.number(seconds.lstrip("0")) + "秒" if seconds.strip("0") else "")
         return part + super().clock(it.but(half=""), at)
 
     def hour(self, hour: int) -> str:
         return ("两" if hour == 2 else chinese(hour)) + "点"
-
-    def slash(self, it: Quantity, at: Around) -> str:
-        if at("list"):
-            return f"{self.number(it.over)}、{self.number(it.under)}{self.unit_of(it)}"
-        return super().slash(it, at)
 
     def name(self, it: Quantity, at: Around) -> str:
         """Read digits that touch Latin letters: a model or a train by its digits, a short one as a number."""

@@ -1,6 +1,7 @@
 """English: how quantities are said, and what the words around a number say that it is."""
 
 import re
+from math import gcd
 
 from cosyvoice_triton.text.quantities import ORDINALS, Around, Quantity, Reader
 from cosyvoice_triton.text.tables import CURRENCIES, counted
@@ -14,7 +15,7 @@ _SCALES = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"), (1000, 
 _ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth", "nine": "ninth"}
 _ORDINALS |= {"twelve": "twelfth"}
 
-_DATED = re.compile(rf"(?:{'|'.join(ONES)}|ty) \Z")  # the year of a date before a clock time
+_DATED = re.compile(rf"(?:{'|'.join(ONES)}|ty|at) \Z")  # the year of a date before a clock time
 
 
 class English(Reader):
@@ -24,6 +25,7 @@ class English(Reader):
         "ordinal": lambda number: english_ordinal(int(number)),
         "decade": lambda written: re.sub("ys$", "ies", english_year(int(written.strip("s'’"))) + "s"),
         "pair": lambda written: " ".join(english(int(number)) for number in re.findall(r"\d+", written)),
+        "inches": lambda written: re.sub('["”″]', " inches", re.sub('(?<=feet1)["”″]|["”″](?= )', " inch", written)),
         "letters": lambda word: word.replace(".", ""),
     }
 
@@ -41,7 +43,8 @@ class English(Reader):
         if len(it.unit) == 1 and it.unit.isupper() and (at("seat") or re.match(r"\. [A-Z\d]", at.after)):
             return f"{self.number(digits)} {it.unit}"
         if scale in ORDINALS:
-            return english_ordinal(int(digits)) if digits.isdigit() else self.number(digits) + scale
+            said = english_ordinal(int(digits)) if digits.isdigit() else self.number(digits) + scale
+            return said + self.unit_of(it.but(number="1", scale=""))
         whole, _, cents = digits.partition(".")
         cent = CURRENCIES.get(it.currency, {}).get("cent")
         if cent and len(cents) == 2 and not scale and float(digits):
@@ -52,7 +55,8 @@ class English(Reader):
         if it.but(per="").is_plain:
             return self.plain(digits, at) + self.unit_of(it)
         digits = digits.rstrip("0").rstrip(".") if it.currency and "." in digits else digits
-        scale = f" {self.words.tables['scale'].get(scale.lower(), scale)}" if scale else ""
+        blank = " " * (not it.unit and at.after[:1].isalpha())
+        scale = f" {self.words.tables['scale'].get(scale.lower(), scale)}" if scale else blank
         return self.sign(it, at) + self.powered(it.but(number=digits)) + scale + self.unit_of(it)
 
     def plain(self, digits: str, at: Around) -> str:
@@ -75,7 +79,8 @@ class English(Reader):
         return f"{name} {said}{ended}".lstrip()
 
     def clock(self, it: Quantity, at: Around) -> str:
-        said = _clock(it.hour, it.minute or "00", bool(it.minute) and not it.half + it.second)
+        is_alone = bool(it.minute) and not it.half + it.second
+        said = self.sign(it, at) * (it.sign in "~≈") + _clock(it.hour, it.minute or "00", is_alone)
         if it.second[:1] == ".":
             said += f" point {self.spelled(it.second)}"
         elif it.second and not _DATED.search(at.before):
@@ -86,7 +91,7 @@ class English(Reader):
 
     def slash(self, it: Quantity, at: Around) -> str:
         numbers = self.number(it.over), self.number(it.under)
-        if not it.over.isdigit() or at("graded"):
+        if not (it.over + it.under).isdigit() or (at("graded") and not at("share")):
             return " out of ".join(numbers) + self.unit_of(it)
         if "odds" in at.before.lower():
             return " to ".join(numbers)
@@ -96,16 +101,17 @@ class English(Reader):
             return " over ".join(numbers) + self.unit_of(it)
         return super().slash(it, at)
 
-    def fraction(self, it: Quantity) -> str:
+    def fraction(self, it: Quantity, at: Around) -> str:
         whole, over, under = it.whole, int(it.over), int(it.under)
         unit, one = self.words.units.get(it.unit), {2: "half", 4: "quarter"}.get(under) or english_ordinal(under)
-        if under in (10, 100) and over > 1 and not whole:
+        is_score = under in (10, 100) or (gcd(over, under) > 1 and over < under and not at("share"))
+        if is_score and over > 1 and not whole:
             said = f"{english(over)} out of {english(under)}"
         elif over >= under:
             said = f"{english(over)} over {english(under)}"
         else:
             said = f"{'a' if over == 1 and whole else english(over)} {one if over == 1 else one + 's'}"
-        said = f"{self.number(whole)} and {said}" if whole else said
+        said = self.sign(it, at) + (f"{self.number(whole)} and {said}" if whole else said)
         return f"{said} {counted(unit, not whole)}" if unit else said + it.unit
 
     def name(self, it: Quantity, at: Around) -> str:

@@ -23,9 +23,9 @@ class Around:
         self._words, self._head = words, ""
 
     def __call__(self, name: str) -> bool:
-        words, after = self._words.contexts[name]
+        words, after, before = self._words.contexts[name]
         self._head = self._head or self._words.fillers.sub("", f" {self.before.lower()}".replace("(", " "))
-        return self._head.endswith(words) or bool(after.match(self.after))
+        return self._head.endswith(words) or bool(after.match(self.after) or (before and before.search(self.before)))
 
 
 class Quantity:
@@ -60,7 +60,7 @@ class Quantity:
     @property
     def is_day(self) -> bool:
         """Return whether two numbers with a slash can be a month and a day."""
-        is_short = self.over.isdigit() and not self.whole + self.unit
+        is_short = (self.over + self.under).isdigit() and not self.whole + self.unit
         return is_short and 0 < int(self.over) < 13 and 0 < int(self.under) < 32
 
     def is_below(self, limit: int) -> bool:
@@ -92,7 +92,7 @@ class Reader:
         said = {"digits": self.spelled, "number": self.number, "power": self.power, "to": lambda dash: self.say["to"]}
         self.words = Words(language, {**said, "roman": roman, **self.functions})
         self.say: dict[str, str] = defaultdict(str, self.words.tables["say"])
-        named = ("needed", "dash", "addresses", "start", "money_end", "said_day", "coded")
+        named = ("needed", "dash", "addresses", "start", "money_end")
         self._patterns = {name: self.words.pattern(f"«{name}»") for name in named}
 
     def read(self, text: str) -> str:
@@ -110,7 +110,7 @@ class Reader:
         text = self.words.first(text)
         parts, end, at = [""], 0, 0
         while found := self._patterns["start"].search(text, at):
-            begin, before = found.start(), "".join(parts[-2:])[-40:] + text[end : found.start()]
+            begin, before = found.start(), "".join(parts[-4:])[-40:] + text[end : found.start()]
             quantity, stop = self._quantity(text, begin)
             dash = self._patterns["dash"].match(text, stop)
             is_pair = dash and self._patterns["start"].match(text, dash.end())
@@ -141,6 +141,8 @@ class Reader:
         at = Around(self.words, before, after)
         if it.kind == "clock" and it.minute and not it.second + it.half and at("score"):
             it = Quantity("ratio", it.text.replace(":0", ":"))
+        if it.kind in ("date", "code") and at("tally"):
+            it = Quantity("series", it.text)
         return str(getattr(self, it.kind, self.listed)(it, at))
 
     def sign(self, it: Quantity, at: Around) -> str:
@@ -161,8 +163,8 @@ class Reader:
     def unit_of(self, it: Quantity) -> str:
         """Return the name of a unit or currency, and what it is per."""
         names = self.words.money.get(it.currency) or self.words.units.get(it.unit, "")
-        is_one = (it.digits == "1" and not it.scale) or (it.unit and f"-{it.unit}" in it.text)  # as in "a 5-km run"
-        said = self.say["blank"] * bool(names) + counted(names, bool(is_one))
+        is_one = (it.digits == "1" and not it.scale) or it.text.endswith(f"-{it.unit or it.currency}")  # "a 5-km run"
+        said = self.say["blank"] * bool(names) + counted(names, is_one)
         if it.per:
             count, unit = _PER.findall(it.per)[0]
             said += self.say["per"] + (self.number(count) + self.say["blank"] if count else "")
@@ -184,13 +186,14 @@ class Reader:
         if len(digits) > 6:
             return not at("counted")
         known = digits in self.words.tables["known"] or at("code") or (at("call") and len(digits) < 6)
-        coded = known or (digits[1:] != "00" and self._patterns["coded"].search(at.before))
-        return len(digits) > 2 and bool(coded) and not at("counted")
+        return len(digits) > 2 and (known or (digits[1:] != "00" and at("coded"))) and not at("counted")
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
-        falls = first.is_below(1000) and last.is_below(int(first.digits) + 1)
-        if falls or (first.is_plain and last.is_plain and (at("score") or (dash in "-–" and at("won")))):
-            return self.listed(Quantity("ratio", f"{first.number}:{last.number}"), at)
+        if first.is_plain and last.is_plain:
+            falls = first.is_below(1000) and last.is_below(int(first.digits) + 1)
+            kind = "numbered" if at("numbered") else "record" if at("record") or (falls and at("standing")) else "ratio"
+            if falls or kind != "ratio" or at("score") or (dash in "-–" and at("won")):
+                return self.listed(Quantity(kind, f"{first.number}:{last.number}"), at)
         if first.unit == last.unit and not first.sign and not self.unit_of(last).endswith("之"):
             first = first.but(unit="")
         said = self.said(first.but(currency=""), at.before, at.after).strip()
@@ -214,15 +217,26 @@ class Reader:
     def hour(self, hour: int) -> str:
         return self.whole(hour) + self.say["hour"]
 
-    def slash(self, it: Quantity, at: Around) -> str:
-        if it.is_day and not at("share"):
-            named = at("date") or it.under in self.words.tables["days"] or "0" in (it.over[0], it.under[0])
-            if named or self._patterns["said_day"].search(at.before):  # slashes of a text are of one kind
-                return self.date(Quantity("date", month=it.over, day=it.under), at)
-        return self.fraction(it)
+    def length(self, it: Quantity, at: Around) -> str:
+        """Return minutes and seconds that no clock shows, which look like a ratio."""
+        is_ratio = at("score") or (self.say["hour"] and not at("timed")) or int(it.hour) + int(it.minute) == 100
+        return self.listed(Quantity("ratio", it.text), at) if is_ratio else self.clock(it, at)
 
-    def fraction(self, it: Quantity) -> str:
-        said = self.number(it.whole) + self.say["and"] if it.whole else ""
+    def slash(self, it: Quantity, at: Around) -> str:
+        if len(it.over) > 2 and at("code"):
+            return self.code(it, at)
+        if it.is_day and not (at("share") or at("list")):
+            named = at("date") or it.under in self.words.tables["days"] or "0" in (it.over[0], it.under[0])
+            if named or at("said_day"):  # slashes of a text are of one kind
+                return self.date(Quantity("date", month=it.over, day=it.under), at)
+        kind = "list" if it.under.isdigit() else "ratio"
+        is_share = it.whole or at("share") or (kind == "list" and float(it.over) < int(it.under))
+        if self.say[kind] and (at("list") or not is_share):
+            return self.listed(it.but(kind=kind), at) + self.unit_of(it)
+        return self.fraction(it, at)
+
+    def fraction(self, it: Quantity, at: Around) -> str:
+        said = self.sign(it, at) + (self.number(it.whole) + self.say["and"] if it.whole else "")
         return said + self.number(it.under) + self.say["over"] + self.number(it.over) + self.unit_of(it)
 
     def code(self, it: Quantity, at: Around) -> str:

@@ -58,7 +58,9 @@ def one_of(signs: Iterable[str]) -> str:
 
 ROMAN = r"(?=[IVXL])(?:XL|L?X{0,3})(?:IX|IV|V?I{0,3})"  # a pattern
 _SPOKEN = re.compile(r"«([\w ]*)(\d)»|\\(\d)")  # what a rule says of a part that it found
-_NAMED = re.compile(r"(?m)^(\w+)([=<>:]) (.*)")
+_NAMED = re.compile(r"(?m)^(\w+)([=<>:^]) (.*)")
+# Words that end what is before a quantity, a pattern that begins what is after it, one that ends what is before it.
+Context = tuple[tuple[str, ...], re.Pattern[str], re.Pattern[str] | None]
 
 
 class Words:
@@ -81,12 +83,13 @@ class Words:
             elif kind == "<":  # words of letters are whole words
                 before[name] += [" " * (language == "en") + word.replace("_", " ") for word in words.split()]
             else:
+                name += kind * (kind == "^")
                 more = kind == ">" and name in self.patterns
                 self.patterns[name] = f"{self.patterns[name]}|{words}" if more else words
-        # What stands before a quantity and what comes after it.
-        self.contexts = defaultdict[str, tuple[tuple[str, ...], re.Pattern[str]]](lambda: ((), re.compile("(?!)")))
-        for name in (name for name, kind, _ in rows if kind in "<>"):
-            self.contexts[name] = tuple(before[name]), self.pattern(rf"\s?(?:«{name}»)")
+        self.contexts = defaultdict[str, Context](lambda: ((), re.compile("(?!)"), None))
+        for name in (name for name, kind, _ in rows if kind in "<>^"):
+            ended = self.pattern(rf"(?:«{name}^»)\Z") if f"{name}^" in self.patterns else None
+            self.contexts[name] = tuple(before[name]), self.pattern(rf"\s?(?:«{name}»)"), ended
         self.fillers = self.pattern("«fillers»")
         self.tables["unit"] = self.units
         self._functions = {name: partial(self._word, name) for name in self.tables} | dict(functions)
