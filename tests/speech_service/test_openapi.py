@@ -64,14 +64,42 @@ def test_references_lead_to_schemas_and_statuses_of_the_sources_are_documented(d
 LENGTHS = {"maxItems": "items", "maxProperties": "entries", "maxLength": "characters"}
 
 
-def limits_of(schema: Any, components: dict[str, Any], name: str = "") -> Iterator[tuple[str, int, str]]:
-    """What counts, how much of it there may be, and in which field."""
-    for each in (schema, *(part for several in ("anyOf", "oneOf", "allOf") for part in schema.get(several, ()))):
-        if "$ref" in each:
-            yield from limits_of(components[each["$ref"].rpartition("/")[2]], components, name)
-        yield from ((unit, each[key], name) for key, unit in LENGTHS.items() if key in each and name)
-        for inner, field in (*each.get("properties", {}).items(), *([("", each["items"])] if "items" in each else [])):
-            yield from limits_of(field, components, inner)
+def values_of(schema: Any, components: dict[str, Any], name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas of all values in a body, each with the name of its field, "" inside of a list."""
+    yield name, schema
+    if "$ref" in schema:
+        yield from values_of(components[schema["$ref"].rpartition("/")[2]], components, name)
+    inner = [(name, each) for several in ("anyOf", "oneOf", "allOf") for each in schema.get(several, ())]
+    inner += [("", each) for key in ("items", "additionalProperties") if isinstance(each := schema.get(key), dict)]
+    for field, each in (*inner, *schema.get("properties", {}).items()):
+        yield from values_of(each, components, field)
+
+
+def bodies(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The path of each route that reads a body, and the name and schema of each value in it."""
+    for _, path, operation in operations(document):
+        for content in operation.get("requestBody", {"content": {}})["content"].values():
+            for name, schema in values_of(content["schema"], document["components"]["schemas"]):
+                yield path, name, schema
+
+
+BOUNDS = {  # of the values of a type, one of them
+    "string": {"maxLength", "enum", "const", "format"},  # a file's size is that of the body
+    "array": {"maxItems", "const"},
+    "integer": {"maximum", "exclusiveMaximum", "const"},
+    "object": {"maxProperties"},
+    **dict.fromkeys(("number", "boolean", "null"), {"type"}),
+    None: {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"},
+}
+
+
+def test_every_value_that_a_caller_sends_has_a_limit(document: dict[str, Any]) -> None:
+    """Give its type one of limits.py."""
+    for path, name, schema in bodies(document):
+        closed = "properties" in schema and schema.get("additionalProperties", False) is False  # others are left out
+        assert closed or schema.keys() & BOUNDS[schema.get("type")], f"{path}: {name or schema}"
+    for _, path, operation in operations(document):
+        assert all("maxLength" in each["schema"] for each in operation["parameters"]), path
 
 
 class Names:
@@ -85,12 +113,11 @@ def test_the_table_of_limits_is_that_of_all_fields() -> None:
     """Copy it from here when a limit changes."""
     document = openapi.document(routes_of(build(Settings())), Names())  # type: ignore[arg-type]
     table: dict[tuple[int, int, str], set[str]] = {}
-    for _, _, operation in operations(document):
-        for content in operation.get("requestBody", {"content": {}})["content"].values():
-            for unit, most, name in limits_of(content["schema"], document["components"]["schemas"]):
-                setting = most if isinstance(most, str) else ""
-                size = getattr(Settings(), setting) if setting else most
-                table.setdefault((list(LENGTHS.values()).index(unit), size, setting), set()).add(name)
+    for _, name, schema in bodies(document):
+        for key in LENGTHS.keys() & schema.keys() if name else ():
+            setting = most if isinstance(most := schema[key], str) else ""
+            size = getattr(Settings(), setting) if setting else most
+            table.setdefault((list(LENGTHS).index(key), size, setting), set()).add(name)
     rows = []
     for unit, size, setting in sorted(table):
         own = f" (`--{setting.replace('_chars', '_mb') if 'reference' in setting else setting}`)" if setting else ""

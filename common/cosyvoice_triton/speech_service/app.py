@@ -77,7 +77,6 @@ def build(settings: Settings) -> FastAPI:
         app.include_router(module.router)
     app.mount("/static", StaticFiles(directory=PAGE), name="static")
     _add_service_routes(app, settings)
-    doc.require_limits(routes_of(app))
     _add_errors(app)
     app.state.budget = ByteBudget(settings.max_unanswered_bytes)
     app.add_middleware(Guard, settings=settings, metrics=metrics, budget=app.state.budget, spoken=SPOKEN, admit=admit)

@@ -1,12 +1,11 @@
 """The limits of what callers send, each defined once: of the fields by their types, of the rest by a number here.
 
 A field's length is checked before anything else is done with it. The OpenAPI document has each limit, because it is
-made of the same types, and a route with a field that has none cannot be registered (`require_bounded`). A limit that
-is a setting is declared by that setting's name (`by_setting`). What a connection may send is in
-`security/connection_limits.py`.
+made of the same types; tests/speech_service/test_openapi.py finds a field that has none. A limit that is a setting is
+declared by that setting's name (`by_setting`). What a connection may send is in `security/connection_limits.py`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import Path
@@ -92,40 +91,3 @@ def with_settings(schema: Any, settings: Settings) -> Any:
     return known | {
         counts: getattr(settings, known[counts]) for counts in _LENGTHS if isinstance(known.get(counts), str)
     }
-
-
-def require_bounded(schema: Mapping[str, Any], components: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError naming a field of a body's schema, which may refer to `components`, that has no limit."""
-    for name in _unbounded(schema, components, where):
-        raise ValueError(f"{name} has no limit: give its type one of limits.py")
-
-
-_KNOWN = {  # what bounds a value of a type, one of them
-    "string": {"maxLength", "enum", "const", "format"},  # a file's size is that of the body
-    "array": {"maxItems", "const"},
-    "integer": {"maximum", "exclusiveMaximum", "const"},
-    "number": {"type"},
-    "boolean": {"type"},
-    "null": {"type"},
-}
-
-
-def _unbounded(schema: Mapping[str, Any], components: Mapping[str, Any], where: str) -> Iterator[str]:
-    kind, inner = schema.get("type"), dict(schema.get("properties", {}))
-    if "$ref" in schema:
-        yield from _unbounded(components[schema["$ref"].rpartition("/")[2]], components, where)
-    for several in ("anyOf", "oneOf", "allOf"):
-        for each in schema.get(several, ()):
-            yield from _unbounded(each, components, where)
-    more = schema.get("additionalProperties", kind == "object" and not inner)  # others than those are left out
-    if isinstance(more, dict):
-        inner["*"] = more
-    if kind == "array":
-        inner["*"] = schema.get("items", {})
-    for name, each in inner.items():
-        yield from _unbounded(each, components, f"{where}.{name}")
-    if kind == "object":
-        if more is not False and "maxProperties" not in schema:
-            yield where
-    elif not schema.keys() & (_KNOWN[kind] if kind else {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}):
-        yield where

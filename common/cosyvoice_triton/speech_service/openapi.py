@@ -16,7 +16,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 
-from cosyvoice_triton.speech_service.limits import require_bounded, with_settings
+from cosyvoice_triton.speech_service.limits import with_settings
 from cosyvoice_triton.speech_service.security.guard import is_open
 from cosyvoice_triton.speech_service.settings import Settings
 
@@ -125,18 +125,6 @@ def describe(
         "response_model": None,  # FastAPI need not check and copy what the routes return
         "openapi_extra": {"requestBody": {"required": True, "content": _content(body)}} if body else None,
     }
-
-
-def require_limits(routes: Iterable[BaseRoute]) -> None:
-    """Raise ValueError naming a value that a caller sends to one of the routes and that has no limit."""
-    components = _components()
-    for route in served(routes):
-        body = (getattr(route, "openapi_extra", None) or {}).get("requestBody", {"content": {}})
-        for content in body["content"].values():
-            require_bounded(content["schema"], components, route.path)
-        for parameter in (*route.dependant.path_params, *route.dependant.query_params):
-            if not any(hasattr(each, "max_length") for each in parameter.field_info.metadata):
-                raise ValueError(f"{route.path}.{parameter.name} has no limit: give its type one of limits.py")
 
 
 def document(routes: Iterable[BaseRoute], settings: Settings) -> dict[str, Any]:
