@@ -331,8 +331,14 @@ def test_json_has_audio_timestamps_and_subtitles_in_one_object_also_in_a_batch(s
 
 def test_events_send_the_times_of_a_segment_after_its_audio(served: StubbedService) -> None:
     body = {**WORDS, "timestamps": "segment", "stream_format": "sse", "speed": 1.0}
-    events = events_of(served.post(body))
-    assert [event["type"].rpartition(".")[2] for event in events] == ["delta", "timestamps"] * 3 + ["done"]
+    answer = served.post(body)
+    events = events_of(answer)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    kinds = ["speech.audio.delta", "speech.audio.timestamps"] * 3
+    assert [event["type"] for event in events] == [*kinds, "speech.audio.done"]
+    audio = b"".join(base64.b64decode(event["audio"]) for event in events if "audio" in event)
+    assert len(audio) == 2 * served.stub.chunks * served.stub.samples
+    assert events[-1]["usage"] == {"input_tokens": 13, "output_tokens": 15, "total_tokens": 28, "seconds": 0.6}
     found = [each for event in events for each in event.get("segments", ())]
     check(found, served.stub.chunks, words=False)
 
