@@ -28,7 +28,8 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from tests.support.raw_connections import WEBSOCKET, frame, opened, read_all, request
-from tests.support.speech_fixtures import SPEECH, TEXT, counted, in_base64, recording, send, serving, stubbed, until
+from tests.support.sounds import in_base64, recording
+from tests.support.speech_fixtures import SPEECH, TEXT, counted, send, serving, stubbed, until
 from tests.support.triton_stub import TritonStub
 
 SECONDS = 0.5  # receive_timeout and idle

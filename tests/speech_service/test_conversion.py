@@ -9,7 +9,8 @@ import pytest
 import soundfile as sf
 from cosyvoice_triton.constants import SAMPLE_RATE
 
-from tests.support.speech_fixtures import StubbedService, ask, events_of, in_base64, receive, recording, send
+from tests.support.sounds import in_base64, recording
+from tests.support.speech_fixtures import StubbedService, ask, events_of, receive, send
 from tests.support.triton_stub import texts_of
 
 PATH = "/v1/audio/voice-conversion"

@@ -35,20 +35,18 @@ from cosyvoice_triton.speech_service.settings import Settings
 from websockets.sync.client import connect
 
 from tests.conftest import ROOT
-from tests.support.speech_fixtures import StubbedService, events_of, recording, say, send
+from tests.support.sounds import recording, sine
+from tests.support.speech_fixtures import StubbedService, events_of, say, send
 from tests.support.waiting import until
 
 SECONDS = 2.0
 TONE_HZ = 440.0
-
-
-def tone(rate: int = SAMPLE_RATE) -> np.ndarray:
-    return (0.5 * np.sin(2 * np.pi * TONE_HZ * np.arange(int(SECONDS * rate)) / rate)).astype(np.float32)
+TONE = sine(TONE_HZ, 0.5, SECONDS)
 
 
 def encoded(name: str, rate: int | None = None, speed: float = 1.0) -> list[bytes]:
     encoder = AudioEncoder(name, rate, speed)
-    chunks = np.array_split(tone(), 7)
+    chunks = np.array_split(TONE, 7)
     return [*(encoder.push(chunk) for chunk in chunks), encoder.finish()]
 
 
@@ -103,9 +101,9 @@ def test_a_streamed_wav_is_read_by_other_libraries() -> None:
     data = b"".join(encoded("wav"))
     samples, rate = sf.read(io.BytesIO(data), dtype="float32")
     assert rate == SAMPLE_RATE
-    np.testing.assert_allclose(samples, tone(), atol=1e-4)
+    np.testing.assert_allclose(samples, TONE, atol=1e-4)
     with wave.open(io.BytesIO(data)) as file:
-        assert len(file.readframes(10**6)) == 2 * tone().size
+        assert len(file.readframes(10**6)) == 2 * TONE.size
 
 
 @pytest.mark.parametrize(
@@ -145,7 +143,7 @@ def test_samples_beyond_full_scale_are_clipped() -> None:
 @pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].container not in ("", "mulaw", "alaw")])
 def test_a_mark_is_in_every_container_and_changes_nothing_else(name: str) -> None:
     marked, plain = (AudioEncoder(name, tags=tags) for tags in (MARK, None))
-    files = [each.complete(each.push(tone()) + each.finish()) for each in (marked, plain)]
+    files = [each.complete(each.push(TONE) + each.finish()) for each in (marked, plain)]
     for file, tags in zip(files, (MARK, {}), strict=True):
         with av.open(io.BytesIO(file)) as container:
             found = container.metadata or container.streams[0].metadata
@@ -156,11 +154,7 @@ def test_a_mark_is_in_every_container_and_changes_nothing_else(name: str) -> Non
 
 @pytest.mark.parametrize("name", ["pcm", "mulaw"])
 def test_samples_alone_have_no_place_for_a_mark(name: str) -> None:
-    assert AudioEncoder(name, tags=MARK).push(tone()) == AudioEncoder(name).push(tone())
-
-
-def sine(hertz: float, amplitude: float, seconds: float = 3.0) -> np.ndarray:
-    return (amplitude * np.sin(2 * np.pi * hertz * np.arange(round(seconds * SAMPLE_RATE)) / SAMPLE_RATE)).astype("f4")
+    assert AudioEncoder(name, tags=MARK).push(TONE) == AudioEncoder(name).push(TONE)
 
 
 def measured(*chunks: np.ndarray) -> float | None:
@@ -173,12 +167,10 @@ def measured(*chunks: np.ndarray) -> float | None:
 # Of pyloudnorm 0.2.0, whose filters are BS.1770's at any rate.
 @pytest.mark.parametrize(("hertz", "amplitude", "lufs"), [(997, 1, -3.06), (100, 0.1, -24.87), (5000, 0.2, -13.70)])
 def test_tones_have_the_loudness_of_the_standard(hertz: float, amplitude: float, lufs: float) -> None:
-    tone = sine(hertz, amplitude)
+    tone = sine(hertz, amplitude, 3.0)
     assert measured(*np.array_split(tone, 7)) == pytest.approx(lufs, abs=0.02)
     assert measured(tone[:4800]) == pytest.approx(lufs, abs=0.3)  # less than a block
-    assert measured(tone, sine(hertz, amplitude / 1000), np.zeros(SAMPLE_RATE, np.float32)) == pytest.approx(
-        lufs, abs=0.4
-    )
+    assert measured(tone, tone / 1000, np.zeros(SAMPLE_RATE, np.float32)) == pytest.approx(lufs, abs=0.4)
     assert measured(np.zeros(SAMPLE_RATE, np.float32)) is None
 
 
@@ -201,11 +193,11 @@ def test_chunks_come_to_the_loudness_without_steps_or_delay(hold: bool) -> None:
 
 
 def test_peaks_stay_below_full_scale_and_silence_is_not_raised() -> None:
-    click = sine(997, 0.01)
+    click = sine(997, 0.01, 3.0)
     click[SAMPLE_RATE] = 0.5
     assert np.abs(Leveller(-10, hold=False).push(click)).max() == pytest.approx(PEAK, abs=0.01)
     quiet = Leveller(-10, hold=False)
-    quiet.push(sine(997, 0.01))
+    quiet.push(sine(997, 0.01, 3.0))
     assert np.abs(quiet.push(click[SAMPLE_RATE - 200 :])).max() <= PEAK + 0.01, "soon after a chunk's beginning"
     np.testing.assert_array_equal(Leveller(-10, hold=False).push(np.zeros(100, np.float32)), np.zeros(100))
 
@@ -216,9 +208,9 @@ def test_parts_of_two_voices_with_a_loudness_are_one_file(kind: str, speed: floa
     encoder, data = AudioEncoder(kind, None, speed, hold=hold), b""
     for lufs in (-20, -30):
         encoder.begin(lufs)
-        data += b"".join(map(encoder.push, np.array_split(sine(997, 0.3), 5)))
+        data += b"".join(map(encoder.push, np.array_split(sine(997, 0.3, 3.0), 5)))
     wave, rate = sf.read(io.BytesIO(data + encoder.finish()))
-    assert len(wave) / rate == pytest.approx(2 * sine(997, 0.3).size / SAMPLE_RATE / speed, abs=0.15)
+    assert len(wave) / rate == pytest.approx(2 * sine(997, 0.3, 3.0).size / SAMPLE_RATE / speed, abs=0.15)
     first, second = (np.sqrt(np.square(part).mean()) for part in np.array_split(wave, 2))
     assert 20 * np.log10(first / second) == pytest.approx(10, abs=1)
 

@@ -20,8 +20,9 @@ import pytest
 from cosyvoice_triton.speech_service import openapi
 from cosyvoice_triton.speech_service.settings import Settings
 
-from tests.support.raw_connections import BOMBS, WEBSOCKET, flac, frame, opened, read_all, request
-from tests.support.speech_fixtures import SPEECH, TEXT, in_base64, recording, speech_process, stub_triton
+from tests.support.raw_connections import WEBSOCKET, frame, opened, read_all, request
+from tests.support.sounds import BOMBS, flac, in_base64, recording
+from tests.support.speech_fixtures import SPEECH, TEXT, speech_process, stub_triton
 from tests.support.triton_stub import TritonStub
 
 pytestmark = pytest.mark.serial

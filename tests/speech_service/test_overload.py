@@ -29,14 +29,13 @@ from cosyvoice_triton.speech_service.triton import TritonPool
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 
 from tests.support.raw_connections import opened, request
+from tests.support.sounds import in_base64, recording
 from tests.support.speech_fixtures import (
     SPEECH,
     TEXT,
     StubbedService,
     client_that_leaves,
     counted,
-    in_base64,
-    recording,
     serving,
     stub_triton,
     stubbed,

@@ -16,7 +16,8 @@ from cosyvoice_triton.speech_service.errors import from_triton
 from cosyvoice_triton.voice.files import save_voice
 
 from tests.support.fakes import fake_prompt
-from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, counted, in_base64, recording
+from tests.support.sounds import in_base64, recording
+from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, counted
 from tests.support.triton_stub import texts_of
 
 BAD_BODIES = {

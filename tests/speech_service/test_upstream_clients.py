@@ -17,7 +17,8 @@ from cosyvoice_triton.server.tritonserver import free_port
 from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO
 from cosyvoice_triton.stacks import DEFAULT
 
-from tests.support.speech_fixtures import StubbedService, recording, stubbed, until
+from tests.support.sounds import recording
+from tests.support.speech_fixtures import StubbedService, stubbed, until
 from tests.support.triton_stub import TritonStub, texts_of
 
 METHOD = "/cosyvoice.CosyVoice/Inference"

@@ -32,8 +32,8 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save
 
 from tests.support.fakes import fake_prompt
-from tests.support.raw_connections import flac
-from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, recording, serving
+from tests.support.sounds import flac, recording, sound_file
+from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, serving
 from tests.support.triton_stub import texts_of
 
 
@@ -98,11 +98,10 @@ def test_a_voice_is_added_used_and_deleted(served: StubbedService) -> None:
 
 
 def test_a_recording_is_trimmed_only_if_the_form_asks_for_it(served: StubbedService) -> None:
-    file, _ = sf.read(io.BytesIO(recording(1.0)))
-    late = io.BytesIO()
-    sf.write(late, np.concatenate([np.zeros(SAMPLE_RATE), file, np.zeros(SAMPLE_RATE // 4)]), SAMPLE_RATE, format="WAV")
+    spoken, _ = sf.read(io.BytesIO(recording(1.0)))
+    late = sound_file(np.concatenate([np.zeros(SAMPLE_RATE), spoken, np.zeros(SAMPLE_RATE // 4)]))
     for form, seconds in (({}, 2.25), ({"trim_reference": "true"}, 1.4)):
-        answer = served.add("late", late.getvalue(), **form).json()
+        answer = served.add("late", late, **form).json()
         assert answer["seconds"] == pytest.approx(seconds, abs=0.03)
         assert any("silence at its beginning" in each for each in answer.get("warnings", ())) == (not form)
         assert served.remove("late").status_code == 200

@@ -14,7 +14,7 @@ from cosyvoice_triton import stacks
 from cosyvoice_triton.addresses import channel_options
 from cosyvoice_triton.client.answer import AudioPart
 from cosyvoice_triton.client.failures import one_line
-from cosyvoice_triton.client.grpc_client import chunks, complete
+from cosyvoice_triton.client.grpc_client import chunks
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.llm.checkpoint import follows_instructions, is_demo
 from cosyvoice_triton.speech_service.errors import ApiError, from_triton, invalid
@@ -87,18 +87,15 @@ class Backend:
 
     async def parts(self, model: str, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
         """Yield the audio as it arrives; closing the generator ends the request. ApiError."""
+        # A model that has just gone counts as streaming: the call fails either way, with Triton's reason.
+        offline = model in self.models and not self.models[model].streams
+        if offline and (request.pieces is not None or request.source_pieces is not None):
+            raise invalid(f"mode tokens, or live audio: the model {model!r} is served for offline requests", "mode")
+        call = chunks(self.connection, model, request, timeout, offline=offline)
         try:
-            # A model that has just gone counts as streaming: the call fails either way, with Triton's reason.
-            if model not in self.models or self.models[model].streams:
-                async with contextlib.aclosing(chunks(self.connection, model, request, timeout)) as parts:
-                    async for part in parts:
-                        yield part
-                return
-            if request.pieces is not None or request.source_pieces is not None:
-                raise invalid(f"mode tokens, or live audio: the model {model!r} is served for offline requests", "mode")
-            yield await complete(self.connection, model, request, timeout)
-        except grpc.aio.AioRpcError as error:
-            raise from_triton(str(error.code()), error.details(), timeout) from None
+            async with contextlib.aclosing(call) as parts:
+                async for part in parts:
+                    yield part
         except InferenceServerException as error:
             raise from_triton(error.status(), error.message(), timeout) from None
 
