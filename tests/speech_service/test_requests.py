@@ -224,15 +224,14 @@ def test_errors_of_a_model_name_the_field_of_the_body(message: str, words: str |
     assert (error.status, error.message, error.param) == (400, words or message, param)
 
 
+LOST = "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.7:8001: no"
+
+
 @pytest.mark.parametrize(
     ("status", "message", "words"),
     [
         (None, "Stream removed (recvmsg:Connection reset by peer (104))", "the connection to Triton was lost"),
-        (
-            "StatusCode.UNAVAILABLE",
-            "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.7:8001: no",
-            "the connection to Triton was lost",
-        ),
+        ("StatusCode.UNAVAILABLE", LOST, "the connection to Triton was lost"),
         (None, "Failed to increase the shared memory pool size for key 'tts_ab12_0' to 64 bytes", NO_SHARED_MEMORY),
     ],
 )

@@ -48,7 +48,7 @@ SILENCE_SAMPLES = SAMPLE_RATE // 10  # of an answer without words
 
 
 class Dispatcher:
-    """`async with TritonPool(urls) as pool, Dispatcher(pool, settings, metrics) as dispatcher: ...`"""
+    """Speaks by the Tritons of a pool, until it is closed."""
 
     def __init__(self, pool: TritonPool, settings: Settings, metrics: Metrics) -> None:
         self.pool = pool
@@ -65,10 +65,8 @@ class Dispatcher:
         self.decoding = asyncio.Semaphore(os.cpu_count() or 1)
         self._encoders = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="encode")
 
-    async def __aenter__(self) -> "Dispatcher":
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """End the threads that encode, and log what was refused."""
         self._encoders.shutdown(wait=False, cancel_futures=True)
         self._refused.write()
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Collection, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -18,6 +18,7 @@ from cosyvoice_triton.client.grpc_client import chunks
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.llm.checkpoint import follows_instructions, is_demo
 from cosyvoice_triton.speech_service.errors import ApiError, from_triton, invalid
+from cosyvoice_triton.tasks import TaskScope
 
 logger = logging.getLogger(__name__)
 
@@ -100,30 +101,26 @@ class Backend:
             raise from_triton(error.status(), error.message(), timeout) from None
 
 
-def _connect(url: str) -> triton.InferenceServerClient:
-    return triton.InferenceServerClient(url, channel_args=[*channel_options(url), *_RECONNECTION])
-
-
+@dataclass
 class TritonPool:
-    """`async with TritonPool(urls) as pool: with pool.lease(model) as (backend, model): ...`"""
+    """`async with TritonPool.of(urls) as pool: with pool.lease(model) as (backend, model): ...`"""
 
-    def __init__(self, urls: Collection[str]) -> None:
-        self._urls = urls
-        self.backends: list[Backend] = []
-        self._watch: asyncio.Task[None] | None = None
+    backends: Sequence[Backend]
 
-    async def __aenter__(self) -> "TritonPool":
-        self.backends = [Backend(url, _connect(url)) for url in self._urls]
-        await self.probe()
-        self._watch = asyncio.create_task(self._keep_probing())
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
-        for backend in self.backends:
-            await backend.connection.close()
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def of(cls, urls: Collection[str]) -> "AsyncIterator[TritonPool]":
+        """Hold connections to these addresses, and probe them, while the block runs."""
+        options = {url: [*channel_options(url), *_RECONNECTION] for url in urls}
+        pool = cls([Backend(url, triton.InferenceServerClient(url, channel_args=options[url])) for url in urls])
+        try:
+            await pool.probe()
+            async with TaskScope() as tasks:
+                tasks.spawn(pool._keep_probing())
+                yield pool
+        finally:
+            for backend in pool.backends:
+                await backend.connection.close()
 
     async def probe(self) -> None:
         """Probe every backend once."""
@@ -151,7 +148,8 @@ class TritonPool:
         """
         served = self.models
         if not served:
-            raise ApiError(503, f"no Triton answers at {', '.join(self._urls)}", code="unavailable", retry_after=2)
+            addresses = ", ".join(backend.url for backend in self.backends)
+            raise ApiError(503, f"no Triton answers at {addresses}", code="unavailable", retry_after=2)
         name = model or served[0]
         if name not in served:
             raise ApiError(
