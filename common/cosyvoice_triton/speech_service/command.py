@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cosyvoice_triton.addresses import join
-from cosyvoice_triton.arguments import command_parser
+from cosyvoice_triton.arguments import command_parser, reporting_errors
 from cosyvoice_triton.speech_service.settings import LOOPBACK, Settings
 
 if TYPE_CHECKING:
@@ -50,16 +49,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@reporting_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the options and serve until SIGTERM; return the exit code."""
     args = vars(build_parser().parse_args(argv))
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in args.items()}
-    try:
-        settings = Settings(**given)
-    except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    return serve(settings)
+    return serve(Settings(**given))
 
 
 def serve(settings: Settings) -> int:

@@ -49,21 +49,19 @@ class SocketSessionBase(ABC):
         if service.sessions >= service.settings.max_sessions:
             await socket.close(_TRY_AGAIN_LATER, "the limit of open sessions is reached")
             return
+        session = cls(socket, service)
         service.sessions += 1
         try:
-            session = cls(socket, service)
-            try:
-                with service.metrics.sessions.track_inprogress():
-                    await session.run()
-            finally:
-                session._kept.release()
-                await session.stop_speaking()
+            with service.metrics.sessions.track_inprogress():
+                await session.run()
         except WebSocketDisconnect:
             pass
         except asyncio.TimeoutError:
             await session.close_unread()
         finally:
             service.sessions -= 1
+            session._kept.release()
+            await session.stop_speaking()
 
     async def run(self) -> None:
         """Handle messages until the client closes the session, disconnects or is idle for too long."""
