@@ -206,8 +206,8 @@ class StubbedService:
 
 
 @contextlib.contextmanager
-def service_with_stub(voices: Path) -> Iterator[StubbedService]:
-    """A service with low limits that uses a stub."""
+def service_with_stub(voices: Path, **settings: Any) -> Iterator[StubbedService]:
+    """A service that uses a stub."""
     stub = TritonStub()
-    with stubbed(stub, voices_dir=voices, max_streams=4, max_sessions=2, max_reference_mb=1, max_batch=3) as url:
+    with stubbed(stub, voices_dir=voices, **settings) as url:
         yield StubbedService(url, stub, voices)
