@@ -28,8 +28,9 @@ MEMORY_BYTES = 256 << 20
 # Before a file: the seconds that are accepted; before an answer: the rate of its samples, 0: an error.
 _REQUEST, _ANSWER = struct.Struct("<d"), struct.Struct("<I")
 
-_idle: "queue.LifoQueue[_Decoder]" = queue.LifoQueue()
-_places = threading.BoundedSemaphore(PROCESSES)
+_idle: "queue.LifoQueue[_Decoder | None]" = queue.LifoQueue()  # None: a place for one that is not started yet
+for _ in range(PROCESSES):
+    _idle.put(None)
 
 
 class _Decoder:
@@ -104,38 +105,30 @@ def from_pcm16(data: bytes, max_bytes: int) -> Recording:
 def decode_apart(data: bytes, max_seconds: float = MAX_REFERENCE_SECONDS) -> Recording:
     """Return an audio file as a validated recording. ValueError with the reason, also if decoding it takes more than
     MEMORY_BYTES or SECONDS. Not for an event loop."""
-    with _places:
-        decoder = _decoder()
-        try:
-            recording = decoder(data, max_seconds)
-        except ValueError:
-            _idle.put(decoder)
-            raise
-        except (OSError, EOFError):
+    decoder = _idle.get()
+    try:
+        decoder = decoder or _Decoder()
+        return decoder(data, max_seconds)
+    except (OSError, EOFError):
+        if decoder is not None:
             decoder.close()
-            raise ValueError(
-                f"the recording cannot be decoded with {MEMORY_BYTES >> 20} MiB of memory in {SECONDS:g} s"
-            ) from None
+            decoder = None
+        raise ValueError(
+            f"the recording cannot be decoded with {MEMORY_BYTES >> 20} MiB of memory in {SECONDS:g} s"
+        ) from None
+    finally:
         _idle.put(decoder)
-        return recording
 
 
 def warm_up() -> None:
     """Start a process, so that the first recording does not wait for it."""
-    _idle.put(_decoder())
-
-
-def _decoder() -> _Decoder:
-    with contextlib.suppress(queue.Empty):
-        return _idle.get_nowait()
-    return _Decoder()
+    _idle.put(_idle.get() or _Decoder())
 
 
 @atexit.register
 def _close_all() -> None:
-    with contextlib.suppress(queue.Empty):
-        while True:
-            _idle.get_nowait().close()
+    for decoder in filter(None, _idle.queue):
+        decoder.close()
 
 
 def _serve(pipe: Connection) -> None:
