@@ -19,7 +19,7 @@ from cosyvoice_triton.stacks import DEFAULT
 
 from tests.support.sounds import recording
 from tests.support.speech_fixtures import StubbedService, stubbed, until
-from tests.support.triton_stub import TritonStub, texts_of
+from tests.support.triton_stub import TritonStub, arrays_of, texts_of
 
 METHOD = "/cosyvoice.CosyVoice/Inference"
 SECONDS = 0.5  # receive_timeout of `address`
@@ -213,7 +213,7 @@ def test_the_request_of_upstreams_client_is_answered_with_numbers(served: Stubbe
     assert (answer["name"], answer["shape"], len(answer["data"])) == ("waveform", [1, samples], samples)
     sent = served.stub.requests[-1]
     assert texts_of(sent) == {"target_text": "Hello.", "reference_text": "It says."}
-    assert np.array_equal(np.frombuffer(sent.raw_input_contents[0], np.float32), WAV)
+    assert np.array_equal(arrays_of(sent)["reference_wav"][0], WAV)
 
 
 def test_tritons_client_gets_bytes_and_sends_parameters(served: StubbedService) -> None:

@@ -33,6 +33,7 @@ from cosyvoice_triton.voice.recordings import parse_recording
 from tests.support import fake_triton
 from tests.support.sounds import sine, sound_file
 from tests.support.speech_fixtures import StubbedService
+from tests.support.triton_stub import arrays_of
 
 SECOND = PROMPT_SAMPLE_RATE
 TONE_HZ = 10_000
@@ -263,21 +264,10 @@ def test_a_tone_of_10_khz_reaches_the_mel_of_cosyvoice3(door: Callable[[Path], A
     assert has_the_tone(door(tmp_path / "tone.wav"))
 
 
-def sent_to_triton(served: StubbedService) -> dict[str, np.ndarray]:
-    kinds = {"FP32": np.float32, "INT32": np.int32}
-    request = served.stub.requests[-1]
-    pairs = zip(request.inputs, request.raw_input_contents, strict=True)
-    return {
-        tensor.name: np.frombuffer(raw, kinds[tensor.datatype]).reshape(tensor.shape).copy()
-        for tensor, raw in pairs
-        if tensor.datatype in kinds
-    }
-
-
 def test_the_service_passes_the_rate_of_a_recording_on(served: StubbedService) -> None:
     files = {"ref_audio": ("a.wav", sound_file(sine(TONE_HZ, rate=48_000), 48_000))}
     answer = httpx.post(f"{served.url}/v1/audio/speech", data={"input": "Hello."}, files=files, timeout=20)
-    assert answer.status_code == 200 and has_the_tone(received(sent_to_triton(served)))
+    assert answer.status_code == 200 and has_the_tone(received(arrays_of(served.stub.requests[-1])))
 
 
 def test_tritons_http_protocol_has_the_rate_too(served: StubbedService) -> None:
@@ -288,7 +278,7 @@ def test_tritons_http_protocol_has_the_rate_too(served: StubbedService) -> None:
     ]
     path = f"/v2/models/{DEFAULT.orchestrator}/infer"
     assert served.post({"inputs": inputs}, path).status_code == 200
-    assert has_the_tone(received(sent_to_triton(served)))
+    assert has_the_tone(received(arrays_of(served.stub.requests[-1])))
     inputs[2]["data"] = [24_001]
     answer = served.post({"inputs": inputs}, path)
     assert answer.status_code == 400 and "reference_sample_rate 24001" in answer.json()["error"]
