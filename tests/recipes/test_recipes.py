@@ -11,7 +11,7 @@ import shlex
 import shutil
 import subprocess
 import wave
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from cosyvoice_triton.server.tritonserver import free_port
 
 from tests.conftest import ROOT
 from tests.support.serve_process import rendered, serve_process
-from tests.support.speech_fixtures import until
+from tests.support.speech_fixtures import answers, until
 
 PAGES = ROOT / "docs" / "recipes"
 CLIENTS = ROOT / "build" / "recipes"  # as in the Makefile
@@ -116,24 +116,31 @@ def test_a_program_without_libraries_speaks(language: str, command: str, file: s
 
 
 @contextmanager
+def started(command: Sequence[str | Path], log: Path, ready: Callable[[], bool], **environment: str) -> Iterator[None]:
+    """A program while the block runs, once it is ready. It works in the directory of its log."""
+    with (
+        log.open("w") as written,
+        subprocess.Popen(
+            command, cwd=log.parent, env=os.environ | environment, stdout=written, stderr=subprocess.STDOUT
+        ) as process,
+    ):
+        try:
+            until(lambda: process.poll() is not None or ready(), 2 * SECONDS)
+            assert process.poll() is None, log.read_text()
+            yield
+        finally:
+            process.terminate()
+
+
+@contextmanager
 def bridge(url: str, directory: Path) -> Iterator[int]:
     """The port of wyoming-openai, started with the page's command."""
     port = free_port()
     addresses = (("localhost:10086", url), ("0.0.0.0:10300", f"127.0.0.1:{port}"), ("bridge/bin/python", str(BRIDGE)))
     command = re.split(r"\n(?=\S)", block("home_assistant.md", "", *addresses).strip())[-1]
     log = directory / "bridge.log"
-    with (
-        log.open("w") as written,
-        subprocess.Popen(
-            shlex.split(command.replace("\\\n", " ")), cwd=directory, stdout=written, stderr=subprocess.STDOUT
-        ) as process,
-    ):
-        try:
-            until(lambda: "Starting server" in log.read_text() or process.poll() is not None, SECONDS)
-            assert process.poll() is None, log.read_text()
-            yield port
-        finally:
-            process.terminate()
+    with started(shlex.split(command.replace("\\\n", " ")), log, lambda: "Starting server" in log.read_text()):
+        yield port
 
 
 @pytest.mark.skipif(
@@ -157,30 +164,16 @@ def open_webui(url: str, directory: Path) -> Iterator[httpx.Client]:
     settings |= dict.fromkeys(("WEBUI_AUTH", "ENABLE_OLLAMA_API", "ENABLE_OPENAI_API"), "False")
     settings |= dict.fromkeys(("OFFLINE_MODE", "USE_SLIM_DOCKER"), "True")
     settings |= {"DATA_DIR": str(directory), "WEBUI_SECRET_KEY": "none", "RAG_EMBEDDING_ENGINE": "openai"}
-    port, log = free_port(), directory / "log"
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
     command = [WEBUI, "serve", "--host", "127.0.0.1", "--port", str(port)]
     with (
-        log.open("w") as written,
-        subprocess.Popen(
-            command, cwd=directory, env=os.environ | settings, stdout=written, stderr=subprocess.STDOUT
-        ) as process,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=SECONDS) as client,
+        started(command, directory / "log", lambda: answers(address), **settings),
+        httpx.Client(base_url=address, timeout=SECONDS) as client,
     ):
-
-        def answers() -> bool:
-            assert process.poll() is None, log.read_text()
-            try:
-                return client.get("/health").status_code == 200
-            except httpx.TransportError:
-                return False
-
-        try:
-            until(answers, 2 * SECONDS)
-            token = client.post("/api/v1/auths/signin", json={"email": "", "password": ""}).json()["token"]
-            client.headers["authorization"] = f"Bearer {token}"
-            yield client
-        finally:
-            process.terminate()
+        token = client.post("/api/v1/auths/signin", json={"email": "", "password": ""}).json()["token"]
+        client.headers["authorization"] = f"Bearer {token}"
+        yield client
 
 
 @pytest.mark.skipif(not WEBUI.exists(), reason=f"no Python 3.12 was found for Open WebUI: {CLIENTS}/webui.log")

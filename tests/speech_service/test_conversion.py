@@ -1,7 +1,6 @@
 """Voice conversion over HTTP and the WebSocket, with a stub Triton."""
 
 import io
-from typing import Any
 
 import httpx2 as httpx
 import numpy as np
@@ -9,15 +8,11 @@ import pytest
 import soundfile as sf
 from cosyvoice_triton.constants import SAMPLE_RATE
 
-from tests.support.speech_fixtures import StubbedService, ask, events_of, in_base64, receive, recording, send
-from tests.support.triton_stub import texts_of
+from tests.support.sounds import in_base64, recording
+from tests.support.speech_fixtures import StubbedService, ask, events_of, receive, send
+from tests.support.triton_stub import arrays_of, texts_of
 
 PATH = "/v1/audio/voice-conversion"
-
-
-def sound_of(request: Any, name: str = "source_wav") -> np.ndarray:
-    pairs = zip(request.inputs, request.raw_input_contents, strict=True)
-    return np.frombuffer(next(raw for tensor, raw in pairs if tensor.name == name), np.float32)
 
 
 def test_an_upload_or_base64_is_converted_in_the_voice_and_answered_like_speech(served: StubbedService) -> None:
@@ -28,12 +23,12 @@ def test_an_upload_or_base64_is_converted_in_the_voice_and_answered_like_speech(
     told = served.post({**body, "audio": in_base64(recording(2.0)), "stream_format": "sse"}, PATH)
     assert [each["type"] for each in events_of(told)][-1] == "speech.audio.done"
     for request in list(served.stub.requests)[-2:]:
-        np.testing.assert_array_equal(sound_of(request), expected)
+        np.testing.assert_array_equal(arrays_of(request)["source_wav"][0], expected)
         assert texts_of(request) == {"target_text": "", "speaker": "zoe"}
     reference = in_base64(recording(1.0))
     served.post({"audio": in_base64(recording(40.0, 8_000)), "ref_audio": reference, "trim_reference": True}, PATH)
-    assert sound_of(served.stub.requests[-1]).size == 40 * 8_000
-    assert sound_of(served.stub.requests[-1], "reference_wav").size == SAMPLE_RATE
+    sent = arrays_of(served.stub.requests[-1])
+    assert (sent["source_wav"].size, sent["reference_wav"].size) == (40 * 8_000, SAMPLE_RATE)
     assert served.stub.requests[-1].parameters["trim_reference"].bool_param
 
 
@@ -77,10 +72,8 @@ def test_what_somebody_speaks_is_sent_to_the_model_as_it_comes(served: StubbedSe
         assert ask(socket, "input.cancel", "audio.cancelled")["utterance_index"] in (1, 2)
         send(socket, "session.close")
     sequence = [each for each in served.stub.requests if each.parameters["sequence_id"].int64_param]
-    sent = [each for each in sequence if any(tensor.name == "source_wav" for tensor in each.inputs)]
-    np.testing.assert_array_equal(
-        np.concatenate([sound_of(each) for each in sent])[:16_000], samples / np.float32(32768)
-    )
+    sent = [part[0] for each in sequence if (part := arrays_of(each).get("source_wav")) is not None]
+    np.testing.assert_array_equal(np.concatenate(sent)[:16_000], samples / np.float32(32768))
     assert texts_of(sequence[0])["speaker"] == "zoe"
 
 

@@ -14,7 +14,7 @@ from cosyvoice_triton.voice.audio import load_audio
 from websockets.sync.client import ClientConnection, connect
 
 from tests.speech_service.test_encoding import decoded
-from tests.support.speech_fixtures import RECORDING, SpeechStack, ask, receive, send
+from tests.support.speech_fixtures import RECORDING, SpeechStack, ask, receive, refused, say, send
 
 pytestmark = pytest.mark.server
 
@@ -77,9 +77,7 @@ def test_the_socket_speaks_tokens_before_the_text_has_ended(speech_stack: Speech
                 send(socket, "input.text", text=char)
             (started,) = receive(socket, "audio.start")
             assert started["utterance_index"] == utterance and started["sentence_text"] == ""
-            send(socket, "input.text", text=" The rest.")
-            send(socket, "input.done")
-            *parts, done, end = receive(socket, "session.done")
+            *parts, done, end = say(socket, " The rest.")
             audio = [part for part in parts if isinstance(part, bytes)]
             assert all(part["type"] == "warning" for part in parts if part not in audio)  # random weights never end
             assert sum(map(len, audio)) == done["total_bytes"] > SAMPLE_RATE and not done["error"]
@@ -91,12 +89,12 @@ def test_the_socket_survives_tokens_that_stop_fail_or_are_cancelled(speech_stack
         send(socket, "input.text", text=" ?! ")
         assert "nothing to speak" in ask(socket, "input.done", "warning")["message"]
         assert receive(socket, "session.done")[-1]["utterance_index"] == 0
-        assert "input has not ended" in ask(socket, "input.text", "error", text="Then nothing")["error"]["message"]
+        assert "input has not ended" in refused(socket, "input.text", text="Then nothing")["message"]
         assert receive(socket, "audio.done")[-1]["error"]
-        assert "the utterance failed" in ask(socket, "input.text", "error", text=" more")["error"]["message"]
+        assert "the utterance failed" in refused(socket, "input.text", text=" more")["message"]
         assert ask(socket, "input.done", "session.done")["utterance_index"] == 1
         ask(socket, "input.text", "audio.start", text=TEXT)
-        assert "during an utterance" in ask(socket, "session.config", "error", mode="sentences")["error"]["message"]
+        assert "during an utterance" in refused(socket, "session.config", mode="sentences")["message"]
         assert ask(socket, "input.cancel", "audio.cancelled")["utterance_index"] == 2
         done = ask(socket, "input.done", "session.done")
         assert (done["utterance_index"], done["total_sentences"]) == (3, 0)

@@ -18,12 +18,11 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 from cosyvoice_triton.speech_service import openapi
-from cosyvoice_triton.speech_service.limits import require_bounded
 from cosyvoice_triton.speech_service.settings import Settings
-from fastapi import APIRouter, Request
 
-from tests.support.raw_connections import BOMBS, WEBSOCKET, flac, frame, opened, read_all, request
-from tests.support.speech_fixtures import SPEECH, TEXT, in_base64, recording, speech_process, stub_triton
+from tests.support.raw_connections import WEBSOCKET, frame, opened, read_all, request
+from tests.support.sounds import BOMBS, flac, in_base64, recording
+from tests.support.speech_fixtures import SPEECH, TEXT, speech_process, stub_triton
 from tests.support.triton_stub import TritonStub
 
 pytestmark = pytest.mark.serial
@@ -352,21 +351,3 @@ def test_a_flood_of_frames_takes_its_share_and_is_ended(service: Service, data: 
             assert not ended.is_alive()
 
     service.check("frames", None, flood)
-
-
-def test_a_route_with_a_field_without_a_limit_is_not_registered() -> None:
-    router = APIRouter()
-
-    @router.post("/new", **openapi.describe("Speech", body={openapi.JSON: openapi.record({"text": openapi.TEXT})}))
-    async def new(request: Request) -> None: ...
-
-    @router.get("/other/{name}", **openapi.describe("Speech"))
-    async def other(name: str, request: Request) -> None: ...
-
-    with pytest.raises(ValueError, match=r"^/new.text has no limit"):
-        openapi.require_limits(router.routes)
-    with pytest.raises(ValueError, match=r"^/other/\{name\}.name has no limit"):
-        openapi.require_limits(router.routes[1:])
-    for schema in ({"type": "integer"}, {"type": "object"}, {"type": "array", "items": openapi.TEXT}, {}):
-        with pytest.raises(ValueError, match=r"^a\.b.* has no limit"):
-            require_bounded({"type": "object", "properties": {"b": schema}}, {}, "a")

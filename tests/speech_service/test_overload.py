@@ -29,14 +29,14 @@ from cosyvoice_triton.speech_service.triton import TritonPool
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 
 from tests.support.raw_connections import opened, request
+from tests.support.sounds import in_base64, recording
 from tests.support.speech_fixtures import (
     SPEECH,
     TEXT,
     StubbedService,
     client_that_leaves,
     counted,
-    in_base64,
-    recording,
+    service_with_stub,
     serving,
     stub_triton,
     stubbed,
@@ -53,9 +53,8 @@ def voice(seconds: float) -> str:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[StubbedService]:
-    stub = TritonStub()
-    with stubbed(stub, voices_dir=tmp_path) as url:
-        yield StubbedService(url, stub, tmp_path)
+    with service_with_stub(tmp_path) as service:
+        yield service
 
 
 def test_after_a_refusal_nobody_elses_voice_is_decoded_nor_triton_asked(served, monkeypatch, caplog) -> None:

@@ -11,7 +11,7 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.routes.realtime import DELTA_BYTES, MAX_ITEMS
 from websockets.sync.client import ClientConnection, connect
 
-from tests.support.speech_fixtures import ask, receive, send, stubbed, until
+from tests.support.speech_fixtures import ask, receive, refused, send, stubbed, until
 from tests.support.triton_stub import WARNING, TritonStub, texts_of
 
 MANY_ITEMS: dict[str, Any] = {"type": "response.create", "response": {"input": [{"content": []}] * (MAX_ITEMS + 1)}}
@@ -98,8 +98,7 @@ def test_a_response_speaks_its_input_else_its_instructions_else_the_last_item(so
         ("Begin.", "Speak slowly."),
         ("Begin.", "Speak slowly."),
     ]
-    send(socket, "response.create")  # the last item is now what was spoken
-    assert receive(socket, "error")[-1]["error"]["code"] == "nothing_to_speak"
+    assert refused(socket, "response.create")["code"] == "nothing_to_speak"  # the last item is now what was spoken
     send(socket, "conversation.item.create", item=item("Next."))
     assert spoken(socket, stub, {})["target_text"] == "Next."
 
@@ -126,14 +125,14 @@ def test_a_client_of_the_beta_protocol_gets_its_names_and_a_telephones_audio(url
 def test_a_cancel_ends_the_response_and_the_next_one_is_spoken(socket: ClientConnection, stub: TritonStub) -> None:
     cancelled = stub.cancelled
     ask(socket, "response.create", "response.output_audio.delta", response={"instructions": "endless talk"})
-    send(socket, "response.create", response={"instructions": "Two at once."})
-    assert receive(socket, "error")[-1]["error"]["code"] == "conversation_already_has_active_response"
+    second = refused(socket, "response.create", response={"instructions": "Two at once."})
+    assert second["code"] == "conversation_already_has_active_response"
     ended = ask(socket, "response.cancel", "response.done")["response"]
     assert ended["status"] == "cancelled" and ended["status_details"]["reason"] == "client_cancelled"
     assert ended["usage"]["output_tokens"] > 0 and ended["output"][0]["status"] == "incomplete"
     until(lambda: stub.cancelled > cancelled)
     assert spoken(socket, stub, {"instructions": "Go on."})["target_text"] == "Go on."
-    error = ask(socket, "response.cancel", "error")["error"]
+    error = refused(socket, "response.cancel")
     assert error["code"] == "response_cancel_not_active" and error["message"].startswith("Cancellation failed")
 
 
@@ -177,10 +176,10 @@ def test_an_invalid_message_is_an_error_with_its_id_and_the_session_continues(so
 def test_the_conversation_keeps_its_order_and_its_last_items(socket: ClientConnection) -> None:
     for number in range(MAX_ITEMS + 1):
         ask(socket, "conversation.item.create", "conversation.item.done", item=item("Hi.", id=f"item{number}"))
-    send(socket, "conversation.item.retrieve", item_id="item0")
-    assert receive(socket, "error")[-1]["error"]["code"] == "item_retrieve_invalid_item_id"
-    send(socket, "conversation.item.create", item=item("Hi.", id="item5"))
-    assert receive(socket, "error")[-1]["error"]["code"] == "item_create_duplicate_item_id"
+    forgotten = refused(socket, "conversation.item.retrieve", item_id="item0")
+    assert forgotten["code"] == "item_retrieve_invalid_item_id"
+    twice = refused(socket, "conversation.item.create", item=item("Hi.", id="item5"))
+    assert twice["code"] == "item_create_duplicate_item_id"
     send(socket, "conversation.item.create", item=item("Middle.", id="middle"), previous_item_id="item7")
     assert receive(socket, "conversation.item.added")[-1]["previous_item_id"] == "item7"
     send(socket, "conversation.item.truncate", item_id="middle", content_index=0, audio_end_ms=20)

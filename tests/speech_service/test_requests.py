@@ -16,7 +16,8 @@ from cosyvoice_triton.speech_service.errors import from_triton
 from cosyvoice_triton.voice.files import save_voice
 
 from tests.support.fakes import fake_prompt
-from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, counted, events_of, in_base64, recording
+from tests.support.sounds import in_base64, recording
+from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, counted
 from tests.support.triton_stub import texts_of
 
 BAD_BODIES = {
@@ -165,15 +166,6 @@ def audio_data(answer: dict[str, str]) -> bytes:
     return base64.b64decode(answer["audio_data"])
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_has_the_loudness_that_is_asked_for(served: StubbedService, stream: bool) -> None:
-    plain, quiet = (
-        np.frombuffer(served.post({**TEXT, "stream": stream, **more}).content, "<i2").astype(float)
-        for more in ({}, {"loudness": -30})
-    )
-    assert plain.size == quiet.size and 0 < np.abs(quiet).max() < np.abs(plain).max()
-
-
 def test_a_duration_is_for_one_voice_and_sent_to_the_model(served: StubbedService) -> None:
     assert served.post({**TEXT, "duration": 2.5}).status_code == 200
     assert served.stub.requests[-1].parameters["duration"].string_param == "2.5"
@@ -211,18 +203,6 @@ def test_fields_of_peers_have_their_meaning(served: StubbedService) -> None:
     assert error.status_code == 400 and error.json()["error"]["param"] == "stream"
 
 
-def test_telephony_is_streamed_in_frames(served: StubbedService) -> None:
-    seconds = served.stub.chunks * served.stub.samples / SAMPLE_RATE
-    frames = -(-round(seconds * 1000) // 20)
-    body = {**TEXT, "response_format": "mulaw", "frame_ms": 20}
-    with httpx.stream("POST", served.url + SPEECH, json=body, timeout=20) as answer:
-        assert (answer.headers["content-type"], answer.headers["x-sample-rate"]) == ("audio/PCMU", "8000")
-        assert len(answer.read()) == pytest.approx(160 * frames, abs=160)
-        assert len(answer.content) % 160 == 0
-    *deltas, _ = events_of(served.post({**body, "stream_format": "sse"}))
-    assert {len(base64.b64decode(delta["audio"])) for delta in deltas} == {160}
-
-
 @pytest.mark.parametrize(
     ("message", "words", "param"),
     [
@@ -244,15 +224,14 @@ def test_errors_of_a_model_name_the_field_of_the_body(message: str, words: str |
     assert (error.status, error.message, error.param) == (400, words or message, param)
 
 
+LOST = "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.7:8001: no"
+
+
 @pytest.mark.parametrize(
     ("status", "message", "words"),
     [
         (None, "Stream removed (recvmsg:Connection reset by peer (104))", "the connection to Triton was lost"),
-        (
-            "StatusCode.UNAVAILABLE",
-            "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.7:8001: no",
-            "the connection to Triton was lost",
-        ),
+        ("StatusCode.UNAVAILABLE", LOST, "the connection to Triton was lost"),
         (None, "Failed to increase the shared memory pool size for key 'tts_ab12_0' to 64 bytes", NO_SHARED_MEMORY),
     ],
 )

@@ -11,7 +11,7 @@ from cosyvoice_triton.speech_service.routes.socket import MAX_WAITING_UTTERANCES
 from cosyvoice_triton.text.segments import SentenceSplitter
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from tests.support.speech_fixtures import SPEECH, StubbedService, ask, receive, say, send, until
+from tests.support.speech_fixtures import SPEECH, StubbedService, ask, receive, refused, say, send, until
 from tests.support.triton_stub import texts_of
 
 
@@ -35,9 +35,8 @@ def test_language_and_pronunciations_of_a_session_are_sent_with_each_sentence(se
             ("language", "tlh", "language: language 'tlh' is not one of auto, zh, en, ja, ko, de, fr, es, it, ru"),
             ("pronunciation", {"nginx": 3}, "pronunciation: pronunciation of 'nginx' must be text, not 3"),
         ):
-            send(socket, "session.config", **{field: value})
-            (error,) = receive(socket, "error")
-            assert error["error"]["message"] == message and error["error"]["param"] == field
+            error = refused(socket, "session.config", **{field: value})
+            assert error["message"] == message and error["param"] == field
         send(socket, "session.config", language="German", pronunciation={"nginx": "engine x"})
         say(socket, "Eins nginx. Zwei nginx.")
     for request in list(served.stub.requests)[-2:]:
@@ -117,27 +116,21 @@ def test_an_invalid_message_is_an_error_event_and_the_session_continues(served, 
 
 def test_halves_of_a_character_are_joined_and_one_that_stays_alone_is_an_error(served: StubbedService) -> None:
     with served.connect() as socket:
-        for piece in ("Good \ud83d", "\ude00 day. Bye", " \ud83d"):
-            send(socket, "input.text", text=piece)
-        send(socket, "input.done")
-        received = receive(socket, "session.done")
+        received = say(socket, "Good \ud83d", "\ude00 day. Bye", " \ud83d")
         assert sentences(received) == ["Good \U0001f600 day.", "Bye"]
         assert [message["error"]["param"] for message in received if "param" in str(message)] == ["text"]
         send(socket, "input.text", text="a\ud83d")
-        send(socket, "input.text", text="b")  # not its other half
-        assert receive(socket, "error")[-1]["error"]["param"] == "text"
+        assert refused(socket, "input.text", text="b")["param"] == "text"  # not its other half
         assert sentences(say(socket, "Hello"))[-1].endswith("Hello")
 
 
 def test_an_ssml_document_is_one_sentence_however_it_arrives(served: StubbedService) -> None:
     document = "<?xml version='1.0'?> <speak>One. <break time='1s'/> Two. Three.</speak>"
     with served.connect() as socket:
-        for piece in ("Hi. <?xm", document[4:60], document[60:], " Bye. <speak>Left"):
-            send(socket, "input.text", text=piece)
-        send(socket, "input.done")
-        assert sentences(receive(socket, "session.done")) == ["Hi.", document, "Bye.", "<speak>Left"]
-        send(socket, "input.text", text="<speak></speak>" * 1500 + "<speak>" + "a" * 5000)
-        assert "more than 4096 characters" in receive(socket, "error")[-1]["error"]["message"]
+        said = say(socket, "Hi. <?xm", document[4:60], document[60:], " Bye. <speak>Left")
+        assert sentences(said) == ["Hi.", document, "Bye.", "<speak>Left"]
+        error = refused(socket, "input.text", text="<speak></speak>" * 1500 + "<speak>" + "a" * 5000)
+        assert "more than 4096 characters" in error["message"]
 
 
 @pytest.mark.parametrize("pieces", [["<speaker> Yes. No"], ["<speak", "er> Yes. No"]])
@@ -186,8 +179,8 @@ def test_a_hostile_text_is_split_outside_of_the_event_loop(served, monkeypatch) 
 
     monkeypatch.setattr(SentenceSplitter, "push", watched)
     with served.connect() as socket:
-        send(socket, "input.text", text="\u201a\u300c" * 15_000)
-        assert "more than 4096 characters" in receive(socket, "error")[-1]["error"]["message"]
+        error = refused(socket, "input.text", text="\u201a\u300c" * 15_000)
+        assert "more than 4096 characters" in error["message"]
     assert loop_was_held == [False]
 
 
@@ -202,7 +195,7 @@ def test_a_sentence_that_fails_is_an_error_and_the_next_one_is_sentences(served:
 def test_the_voice_cannot_change_during_an_utterance(served: StubbedService) -> None:
     with served.connect() as socket:
         send(socket, "input.text", text="Hello")
-        assert "during an utterance" in ask(socket, "session.config", "error", voice="max")["error"]["message"]
+        assert "during an utterance" in refused(socket, "session.config", voice="max")["message"]
 
 
 def test_one_session_too_many_is_closed_and_a_foreign_origin_is_rejected(served: StubbedService) -> None:

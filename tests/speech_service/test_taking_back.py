@@ -25,9 +25,9 @@ from cosyvoice_triton.speech_service.routes.realtime_response import Response
 from cosyvoice_triton.speech_service.routes.responses import AudioResponse
 from cosyvoice_triton.speech_service.security.guard import API_KEY, REQUEST_ID
 
-from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, ask, events_of, receive, say, send, until
+from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, ask, events_of, receive, refused, say, send
 from tests.support.triton_stub import texts_of
-from tests.support.waiting import Clock
+from tests.support.waiting import Clock, until
 
 SAID = "One two three four. Five six seven eight."
 
@@ -73,9 +73,7 @@ def test_text_that_waits_is_replaced_and_the_sentence_that_is_spoken_goes_on(ser
         ask(socket, "input.cancel", "audio.cancelled")
         send(socket, "input.text", text="Not th")
         assert replaced("Quick one. And") == "Not th"
-        send(socket, "input.text", text=" two.")
-        send(socket, "input.done")
-        said = receive(socket, "session.done")
+        said = say(socket, " two.")
         texts = [each["sentence_text"] for each in said if isinstance(each, dict) and "sentence_text" in each]
         assert texts == ["Quick one.", "And two."]
         assert not any(each["type"] == "audio.timestamps" for each in said if isinstance(each, dict))
@@ -83,13 +81,12 @@ def test_text_that_waits_is_replaced_and_the_sentence_that_is_spoken_goes_on(ser
 
 def test_a_truncated_response_has_the_words_that_were_heard_and_its_outcome_is_known(served: StubbedService) -> None:
     with served.connect("/v1/realtime") as socket:
-        send(socket, "response.create", response={"instructions": "quick words of one response"})
-        done = receive(socket, "response.done")[-1]["response"]
-        item = done["output"][0]["id"]
-        send(socket, "conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=0)
-        assert receive(socket, "conversation.item.truncated")[-1]["words"] == []
-        send(socket, "conversation.item.retrieve", item_id=item)
-        assert receive(socket, "conversation.item.retrieved")[-1]["item"]["content"][0]["transcript"] == ""
+        words = {"instructions": "quick words of one response"}
+        done = ask(socket, "response.create", "response.done", response=words)["response"]
+        heard = {"item_id": done["output"][0]["id"], "content_index": 0, "audio_end_ms": 0}
+        assert ask(socket, "conversation.item.truncate", "conversation.item.truncated", **heard)["words"] == []
+        kept = ask(socket, "conversation.item.retrieve", "conversation.item.retrieved", item_id=heard["item_id"])
+        assert kept["item"]["content"][0]["transcript"] == ""
         ask(socket, "response.create", "response.output_audio.delta", response={"instructions": "endless talk"})
         cancelled = ask(socket, "response.cancel", "response.done")["response"]
         assert cancelled["status_details"]["words"][0]["word"] == "endless"
@@ -100,11 +97,10 @@ def test_a_truncated_response_has_the_words_that_were_heard_and_its_outcome_is_k
 def test_the_rest_of_a_response_is_replaced_or_dropped_where_a_segment_ends(served: StubbedService) -> None:
     """The stub says that each of its chunks is a segment of the whole text: the first one has all of its words."""
     with served.connect("/v1/realtime") as socket:
-        send(socket, "response.replace", text="Too early.")
-        assert receive(socket, "error")[-1]["error"]["code"] == "response_replace_not_active"
+        assert refused(socket, "response.replace", text="Too early.")["code"] == "response_replace_not_active"
         ask(socket, "response.create", "response.output_audio.delta", response={"instructions": "endless talk"})
         for wrong in ({"text": 1}, {"text": "a" * 4090}, {"text": "a", "audio_end_ms": "1"}):
-            assert ask(socket, "response.replace", "error", **wrong)["error"]["param"] in ("text", "audio_end_ms")
+            assert refused(socket, "response.replace", **wrong)["param"] in ("text", "audio_end_ms")
         told = ask(socket, "response.replace", "response.replaced", text="endless again")
         assert [word["word"] for word in told["words"][:2]] == ["endless", "talk"] and told["dropped"] == ""
         send(socket, "response.replace", text="Never this.", audio_end_ms=0)
@@ -331,15 +327,21 @@ def test_json_has_audio_timestamps_and_subtitles_in_one_object_also_in_a_batch(s
 
 def test_events_send_the_times_of_a_segment_after_its_audio(served: StubbedService) -> None:
     body = {**WORDS, "timestamps": "segment", "stream_format": "sse", "speed": 1.0}
-    events = events_of(served.post(body))
-    assert [event["type"].rpartition(".")[2] for event in events] == ["delta", "timestamps"] * 3 + ["done"]
+    answer = served.post(body)
+    events = events_of(answer)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    kinds = ["speech.audio.delta", "speech.audio.timestamps"] * 3
+    assert [event["type"] for event in events] == [*kinds, "speech.audio.done"]
+    audio = b"".join(base64.b64decode(event["audio"]) for event in events if "audio" in event)
+    assert len(audio) == 2 * served.stub.chunks * served.stub.samples
+    assert events[-1]["usage"] == {"input_tokens": 13, "output_tokens": 15, "total_tokens": 28, "seconds": 0.6}
     found = [each for event in events for each in event.get("segments", ())]
     check(found, served.stub.chunks, words=False)
 
 
 def test_the_socket_sends_the_times_of_each_sentence(served: StubbedService) -> None:
     with served.connect() as socket:
-        assert ask(socket, "session.config", "error", subtitles="srt")["error"]["param"] == "subtitles"
+        assert refused(socket, "session.config", subtitles="srt")["param"] == "subtitles"
         send(socket, "session.config", timestamps="word")
         received = say(socket, "Hello, world.")
     found = [each for each in received if isinstance(each, dict) and each["type"] == "audio.timestamps"]

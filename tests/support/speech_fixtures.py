@@ -1,9 +1,7 @@
 """Speech services on real sockets, in threads of the test process, and the Tritons they use."""
 
-import base64
 import contextlib
 import dataclasses
-import io
 import json
 import os
 import shutil
@@ -17,12 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
-import numpy as np
 import openai
-import soundfile as sf
 from cosyvoice_triton import samples
 from cosyvoice_triton.background import BackgroundLoop
-from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.server.tritonserver import TritonServer, free_port
 from cosyvoice_triton.speech_service.command import http_server
 from cosyvoice_triton.speech_service.settings import Settings
@@ -30,6 +25,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from tests.support.raw_connections import SPEECH, opened, request
 from tests.support.server_requests import cancelled_requests
+from tests.support.sounds import recording
 from tests.support.triton_stub import TritonStub
 from tests.support.waiting import until
 
@@ -166,9 +162,15 @@ def ask(socket: ClientConnection, kind: str, final: str, **fields: Any) -> Any:
     return receive(socket, final)[-1]
 
 
-def say(socket: ClientConnection, text: str) -> list[Any]:
-    """What a WebSocket answers to an utterance."""
-    send(socket, "input.text", text=text)
+def refused(socket: ClientConnection, kind: str, **fields: Any) -> Any:
+    """The error that a message has."""
+    return ask(socket, kind, "error", **fields)["error"]
+
+
+def say(socket: ClientConnection, *pieces: str) -> list[Any]:
+    """What a WebSocket answers to an utterance, whose text comes in pieces."""
+    for piece in pieces:
+        send(socket, "input.text", text=piece)
     send(socket, "input.done")
     return receive(socket, "session.done")
 
@@ -204,22 +206,8 @@ class StubbedService:
 
 
 @contextlib.contextmanager
-def service_with_stub(voices: Path) -> Iterator[StubbedService]:
-    """A service with low limits that uses a stub."""
+def service_with_stub(voices: Path, **settings: Any) -> Iterator[StubbedService]:
+    """A service that uses a stub."""
     stub = TritonStub()
-    with stubbed(stub, voices_dir=voices, max_streams=4, max_sessions=2, max_reference_mb=1, max_batch=3) as url:
+    with stubbed(stub, voices_dir=voices, **settings) as url:
         yield StubbedService(url, stub, voices)
-
-
-def recording(
-    seconds: float = 1.0, rate: int = SAMPLE_RATE, level: float = 0.3, kind: str = "WAV", channels: int = 1
-) -> bytes:
-    """An audio file with a tone."""
-    file = io.BytesIO()
-    tone = level * np.sin(np.arange(int(seconds * rate)) * 0.05)
-    sf.write(file, np.stack([tone] * channels, axis=1), rate, format=kind)
-    return file.getvalue()
-
-
-def in_base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()

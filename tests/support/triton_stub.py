@@ -38,6 +38,14 @@ def texts_of(request: Any) -> dict[str, str]:
     return {tensor.name: raw[4:].decode() for tensor, raw in pairs if tensor.datatype == "BYTES"}  # 4 bytes of length
 
 
+def arrays_of(request: Any) -> dict[str, np.ndarray]:
+    """The other inputs of a request, with their dimension of the batch."""
+    kinds = {"FP32": np.float32, "INT32": np.int32}
+    pairs = zip(request.inputs, request.raw_input_contents, strict=True)
+    known = ((tensor, raw) for tensor, raw in pairs if tensor.datatype in kinds)
+    return {each.name: np.frombuffer(raw, kinds[each.datatype]).reshape(each.shape).copy() for each, raw in known}
+
+
 @dataclass
 class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
     """`chunks` chunks of `samples` each: the first after `first` seconds, then one every `pause` seconds."""

@@ -166,7 +166,7 @@ def test_clients_and_the_speech_service_find_its_model(third: Stack) -> None:
     assert "`cosyvoice-triton serve --stack third`" in str(not_served("localhost:8001", "unknown"))
 
     async def served(address: str) -> list[str]:
-        async with TritonPool((address,)) as pool:
+        async with TritonPool.of((address,)) as pool:
             with pool.lease("") as (_, name):
                 return [*pool.models, name]
 

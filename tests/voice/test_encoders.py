@@ -72,16 +72,6 @@ def test_tokenizer_directory_needs_exactly_one_model(tmp_path: Path) -> None:
         AudioTokenizer(tmp_path)
 
 
-def test_speaker_vectors_do_not_depend_on_the_batch(encoder: SpeakerEncoder) -> None:
-    first, second = references()
-    waves = [first, second, first[: len(second)], second[::-1].copy()]  # lengths equal and not
-    vectors = encoder(waves)
-    for wave, vector in zip(waves, vectors, strict=True):
-        assert vector.shape == (SPEAKER_DIM,) and vector.dtype == np.float32
-        np.testing.assert_allclose(vector, encoder([wave])[0], atol=1e-5)
-    assert np.abs(vectors[0] - vectors[1]).max() > 0.1
-
-
 def test_speaker_vector_ignores_loudness(encoder: SpeakerEncoder) -> None:
     """Features are normalised by their mean over time; a gain is a constant in their logarithm."""
     wave = np.random.default_rng(0).normal(0, 0.1, PROMPT_SAMPLE_RATE).astype(np.float32)

@@ -50,16 +50,11 @@ class AsyncConnection:
     ) -> AsyncGenerator[AudioPart, None]:
         """Yield the responses as they arrive; closing the iterator cancels the request."""
         try:
-            if mode == "offline":
-                yield await complete(self.client, model, request, timeout)
-                return
-            async with aclosing(chunks(self.client, model, request, timeout)) as parts:
+            async with aclosing(chunks(self.client, model, request, timeout, offline=mode == "offline")) as parts:
                 async for part in parts:
                     yield part
         except InferenceServerException as error:
             raise explained(error.status(), error.message(), self._server, timeout) from None
-        except grpc.aio.AioRpcError as error:
-            raise explained(str(error.code()), error.details(), self._server, timeout) from None
 
     async def aclose(self) -> None:
         await self.client.close()
@@ -94,22 +89,20 @@ async def served_model(connection: triton.InferenceServerClient, server: str) ->
     raise failures.not_served(server, " or ".join(stacks.orchestrators()))
 
 
-async def complete(
-    connection: triton.InferenceServerClient, model: str, request: Utterance, timeout: float
-) -> AudioPart:
-    """Return the audio of an offline request. The server's error is an InferenceServerException."""
-    options = {"headers": request.headers(), "parameters": _parameters(request)}
-    return AudioPart.of(await connection.infer(model, request.tensors(InferInput), client_timeout=timeout, **options))
-
-
 async def chunks(
-    connection: triton.InferenceServerClient, model: str, request: Utterance, timeout: float
+    connection: triton.InferenceServerClient, model: str, request: Utterance, timeout: float, *, offline: bool = False
 ) -> AsyncGenerator[AudioPart, None]:
-    """Yield the responses to a streaming request as they arrive; closing the iterator cancels the request.
+    """Yield the responses to a request as they arrive, the only one to an offline request; closing the iterator cancels
+    the request. The server's error is an InferenceServerException.
 
-    The request generator ends, which half-closes the call: the server closes its side after the final response to the
-    last request, so no end marker is needed. The server's errors are AioRpcError or InferenceServerException.
+    The generator of a stream's requests ends, which half-closes the call: the server closes its side after the final
+    response to the last request, so no end marker is needed.
     """
+    if offline:
+        options = {"headers": request.headers(), "parameters": _parameters(request)}
+        inputs = request.tensors(InferInput)
+        yield AudioPart.of(await connection.infer(model, inputs, client_timeout=timeout, **options))
+        return
     responses = connection.stream_infer(_requests(model, request), stream_timeout=timeout, headers=request.headers())
     try:
         async for result, error in responses:
@@ -117,10 +110,11 @@ async def chunks(
                 raise error
             yield AudioPart.of(result)
     except grpc.aio.AioRpcError as error:
-        if error.details() != ENDED_EARLY:
-            raise
-        message = "the server has ended the call before the request was sent: retry"
-        raise InferenceServerException(message, status=str(grpc.StatusCode.UNAVAILABLE)) from error
+        status, message = error.code(), error.details()
+        if message == ENDED_EARLY:
+            status = grpc.StatusCode.UNAVAILABLE
+            message = "the server has ended the call before the request was sent: retry"
+        raise InferenceServerException(message, status=str(status)) from error
     finally:
         responses.cancel()
 

@@ -61,11 +61,12 @@ def build(settings: Settings) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def running(app: FastAPI) -> AsyncIterator[None]:
-        async with TritonPool(settings.urls) as pool, Dispatcher(pool, settings, metrics) as dispatcher:
-            app.state.service = service = Service(settings, folder, metrics, dispatcher)
-            await asyncio.to_thread(warm_up)
-            async with runtime_grpc.serving(service):
-                yield
+        async with TritonPool.of(settings.urls) as pool:
+            with contextlib.closing(Dispatcher(pool, settings, metrics)) as dispatcher:
+                app.state.service = service = Service(settings, folder, metrics, dispatcher)
+                await asyncio.to_thread(warm_up)
+                async with runtime_grpc.serving(service):
+                    yield
 
     async def admit() -> None:
         await app.state.service.dispatcher.admit()

@@ -14,9 +14,11 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from async_timeout import timeout
@@ -27,7 +29,6 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.refusals import LastRefusal, RefusalLog
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
-from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
 from cosyvoice_triton.speech_service.errors import NOTHING, OVERLOADED, ApiError, invalid
 from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.security.budget import FREE_BYTES
@@ -35,6 +36,8 @@ from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.triton import Backend, TritonPool
 
 logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
 
 _PROBE_TEXT = "[pause 20ms]"  # checks a voice without cost: no LLM or vocoder has to run for a pause
 # A slow client holds its upload slot while it sends, so a waiting one proceeds without a slot after this time. That is
@@ -48,7 +51,7 @@ SILENCE_SAMPLES = SAMPLE_RATE // 10  # of an answer without words
 
 
 class Dispatcher:
-    """`async with TritonPool(urls) as pool, Dispatcher(pool, settings, metrics) as dispatcher: ...`"""
+    """Speaks by the Tritons of a pool, until it is closed."""
 
     def __init__(self, pool: TritonPool, settings: Settings, metrics: Metrics) -> None:
         self.pool = pool
@@ -65,10 +68,8 @@ class Dispatcher:
         self.decoding = asyncio.Semaphore(os.cpu_count() or 1)
         self._encoders = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="encode")
 
-    async def __aenter__(self) -> "Dispatcher":
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """End the threads that encode, and log what was refused."""
         self._encoders.shutdown(wait=False, cancel_futures=True)
         self._refused.write()
 
@@ -127,8 +128,8 @@ class Dispatcher:
                     async for part in parts:
                         if part.warning and part.warning not in answer.warnings:
                             answer.warnings.append(part.warning)
-                        if answer.timestamps is not None:
-                            await self._add_times(answer.timestamps, part)
+                        if answer.timestamps is not None:  # up to seconds for two minutes in pieces, one segment
+                            await self._in_thread(partial(answer.timestamps.add, part))
                         if not part.waveform.size:
                             continue
                         if not answer.samples:
@@ -229,23 +230,12 @@ class Dispatcher:
             for part in encoder.framed(await self._run_encoder(encoder, None), last=True):
                 yield part
 
-    async def _add_times(self, timestamps: Timestamps, part: AudioPart) -> None:
-        """Count a response, in a thread where a segment ends.
-
-        That takes milliseconds, but up to seconds for two minutes of text in pieces, which are one segment.
-        """
-        if part.segments:
-            await asyncio.get_running_loop().run_in_executor(self._encoders, timestamps.add, part)
-        else:
-            timestamps.add(part)
-
     async def _run_encoder(self, encoder: AudioEncoder, chunk: np.ndarray | None) -> bytes:
-        def work() -> bytes:
-            return encoder.finish() if chunk is None else encoder.push(chunk)
+        work = encoder.finish if chunk is None else partial(encoder.push, chunk)
+        return work() if encoder.direct else await self._in_thread(work)
 
-        if encoder.direct:
-            return work()
-        # Shielded: after a cancellation no thread may still use an encoder that is being closed.
+    async def _in_thread(self, work: Callable[[], ResultT]) -> ResultT:
+        """Shielded: after a cancellation no thread may still use an encoder that is being closed."""
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._encoders, work))
 
     @contextlib.contextmanager
@@ -254,12 +244,11 @@ class Dispatcher:
         or its caller leaves. Raise ApiError 429 if there is no slot."""
         self._require_slot()
         self._live += 1
-        self.metrics.live.set(self._live)
         try:
-            yield
+            with self.metrics.live.track_inprogress():
+                yield
         finally:
             self._live -= 1
-            self.metrics.live.set(self._live)
             if answer.samples:
                 self.metrics.count(answer.key, answer.usage)
 

@@ -1,6 +1,7 @@
 """Prometheus metrics, in a separate registry so that two services in one process do not mix."""
 
 from collections.abc import Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -15,38 +16,32 @@ class Metrics:
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter(
+        self._registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=self._registry), partial(Gauge, registry=self._registry)
+        self.requests = counter(
             "speech_requests",
             "Requests by route and status; 'aborted': failed after the first byte, 'gone': the client disconnected",
             ["route", "status"],
-            registry=self.registry,
         )
-        self.errors = Counter(
-            "speech_errors", "Failed streams, by HTTP status of the error", ["status"], registry=self.registry
-        )
+        self.errors = counter("speech_errors", "Failed streams, by HTTP status of the error", ["status"])
         self.first_audio = Histogram(
             "speech_first_audio_seconds",
             "Time from a stream's admission to its first audio from Triton",
             buckets=_LATENCIES,
-            registry=self.registry,
+            registry=self._registry,
         )
-        self.live = Gauge("speech_live_streams", "Live streams", registry=self.registry)
-        self.sessions = Gauge("speech_live_sessions", "Open WebSocket sessions", registry=self.registry)
+        self.live = gauge("speech_live_streams", "Live streams")
+        self.sessions = gauge("speech_live_sessions", "Open WebSocket sessions")
+        by_key = ", by the name of the API key"
         self._usage = {
-            "input_tokens": self._by_key("speech_input_tokens", "Characters of the texts that were spoken"),
-            "output_tokens": self._by_key("speech_output_tokens", "Generated speech tokens"),
-            "seconds": self._by_key("speech_audio_seconds", "Generated audio, in seconds"),
+            "input_tokens": counter(
+                "speech_input_tokens", f"Characters of the texts that were spoken{by_key}", ["key"]
+            ),
+            "output_tokens": counter("speech_output_tokens", f"Generated speech tokens{by_key}", ["key"]),
+            "seconds": counter("speech_audio_seconds", f"Generated audio, in seconds{by_key}", ["key"]),
         }
-        self.outstanding = Gauge(
-            "speech_triton_outstanding", "Live streams at each Triton", ["address"], registry=self.registry
-        )
-        self.ready = Gauge(
-            "speech_triton_ready", "Whether a Triton serves a speech model", ["address"], registry=self.registry
-        )
-
-    def _by_key(self, name: str, what: str) -> Counter:
-        return Counter(name, f"{what}, by the name of the API key", ["key"], registry=self.registry)
+        self.outstanding = gauge("speech_triton_outstanding", "Live streams at each Triton", ["address"])
+        self.ready = gauge("speech_triton_ready", "Whether a Triton serves a speech model", ["address"])
 
     def count(self, key: str, usage: Mapping[str, float]) -> None:
         """Add the usage of one answer to that of a key, "" without keys; only keys that are accepted have a name."""
@@ -55,4 +50,4 @@ class Metrics:
 
     def page(self) -> bytes:
         """Return all metrics in the exposition format."""
-        return generate_latest(self.registry)
+        return generate_latest(self._registry)

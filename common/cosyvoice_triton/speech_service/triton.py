@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Collection, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -14,10 +14,11 @@ from cosyvoice_triton import stacks
 from cosyvoice_triton.addresses import channel_options
 from cosyvoice_triton.client.answer import AudioPart
 from cosyvoice_triton.client.failures import one_line
-from cosyvoice_triton.client.grpc_client import chunks, complete
+from cosyvoice_triton.client.grpc_client import chunks
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.llm.checkpoint import follows_instructions, is_demo
 from cosyvoice_triton.speech_service.errors import ApiError, from_triton, invalid
+from cosyvoice_triton.tasks import TaskScope
 
 logger = logging.getLogger(__name__)
 
@@ -87,46 +88,39 @@ class Backend:
 
     async def parts(self, model: str, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
         """Yield the audio as it arrives; closing the generator ends the request. ApiError."""
+        # A model that has just gone counts as streaming: the call fails either way, with Triton's reason.
+        offline = model in self.models and not self.models[model].streams
+        if offline and (request.pieces is not None or request.source_pieces is not None):
+            raise invalid(f"mode tokens, or live audio: the model {model!r} is served for offline requests", "mode")
+        call = chunks(self.connection, model, request, timeout, offline=offline)
         try:
-            # A model that has just gone counts as streaming: the call fails either way, with Triton's reason.
-            if model not in self.models or self.models[model].streams:
-                async with contextlib.aclosing(chunks(self.connection, model, request, timeout)) as parts:
-                    async for part in parts:
-                        yield part
-                return
-            if request.pieces is not None or request.source_pieces is not None:
-                raise invalid(f"mode tokens, or live audio: the model {model!r} is served for offline requests", "mode")
-            yield await complete(self.connection, model, request, timeout)
-        except grpc.aio.AioRpcError as error:
-            raise from_triton(str(error.code()), error.details(), timeout) from None
+            async with contextlib.aclosing(call) as parts:
+                async for part in parts:
+                    yield part
         except InferenceServerException as error:
             raise from_triton(error.status(), error.message(), timeout) from None
 
 
-def _connect(url: str) -> triton.InferenceServerClient:
-    return triton.InferenceServerClient(url, channel_args=[*channel_options(url), *_RECONNECTION])
-
-
+@dataclass
 class TritonPool:
-    """`async with TritonPool(urls) as pool: with pool.lease(model) as (backend, model): ...`"""
+    """`async with TritonPool.of(urls) as pool: with pool.lease(model) as (backend, model): ...`"""
 
-    def __init__(self, urls: Collection[str]) -> None:
-        self._urls = urls
-        self.backends: list[Backend] = []
-        self._watch: asyncio.Task[None] | None = None
+    backends: Sequence[Backend]
 
-    async def __aenter__(self) -> "TritonPool":
-        self.backends = [Backend(url, _connect(url)) for url in self._urls]
-        await self.probe()
-        self._watch = asyncio.create_task(self._keep_probing())
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
-        for backend in self.backends:
-            await backend.connection.close()
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def of(cls, urls: Collection[str]) -> "AsyncIterator[TritonPool]":
+        """Hold connections to these addresses, and probe them, while the block runs."""
+        options = {url: [*channel_options(url), *_RECONNECTION] for url in urls}
+        pool = cls([Backend(url, triton.InferenceServerClient(url, channel_args=options[url])) for url in urls])
+        try:
+            await pool.probe()
+            async with TaskScope() as tasks:
+                tasks.spawn(pool._keep_probing())
+                yield pool
+        finally:
+            for backend in pool.backends:
+                await backend.connection.close()
 
     async def probe(self) -> None:
         """Probe every backend once."""
@@ -154,7 +148,8 @@ class TritonPool:
         """
         served = self.models
         if not served:
-            raise ApiError(503, f"no Triton answers at {', '.join(self._urls)}", code="unavailable", retry_after=2)
+            addresses = ", ".join(backend.url for backend in self.backends)
+            raise ApiError(503, f"no Triton answers at {addresses}", code="unavailable", retry_after=2)
         name = model or served[0]
         if name not in served:
             raise ApiError(

@@ -10,7 +10,6 @@ Both networks are read from the official ONNX files, of any size. Recordings are
 """
 
 import logging
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -85,31 +84,21 @@ class SpeakerEncoder:
             self._network = OnnxNetwork(path, threads=SESSION_THREADS)
             if torch.device(device).type == "cuda":
                 logger.info("the speaker encoder runs on the CPU: a TensorRT plan would be faster (docs/gpu.md)")
-        ((self._input, (_, _, most)),) = self._network.limits.items()
-        self._batches = most[0] > 1  # an exporter may have fixed the batch size
+        (self._input,) = self._network.limits
         (silence,) = self([np.zeros(PROMPT_SAMPLE_RATE, np.float32)])
         if not np.isfinite(silence).all():
             raise ValueError(f"{path}: its x-vector of a second of silence is not finite")
 
     def __call__(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Encode float32 waves (N_i,) to x-vectors (192,) float32. Recordings of equal length share a run.
+        """Encode float32 waves (N_i,) to x-vectors (192,) float32, one after another: the network pools statistics over
+        all frames and takes no lengths, so a batch could not be padded."""
+        return [self._encode(wave) for wave in waves]
 
-        Nothing is padded: the network pools statistics over all frames and takes no lengths.
-        """
-        bands = [features.fbank(torch.from_numpy(wave), mean_normalised=True).numpy() for wave in waves]  # (T_i, 80)
-        groups: dict[int, list[int]] = defaultdict(list)
-        for index, feature in enumerate(bands):
-            groups[len(feature) if self._batches else -1 - index].append(index)
-
-        def run(members: list[int]) -> np.ndarray:
-            batch = np.stack([bands[index] for index in members])  # (B, T, 80)
-            (output,) = self._network.run({self._input: torch.from_numpy(batch).to(self._device)}).values()
-            return output.float().cpu().numpy()
-
-        vectors: dict[int, np.ndarray] = {}
-        for members in groups.values():
-            vectors.update(zip(members, run(members), strict=True))
-        return [vectors[index] for index in range(len(waves))]
+    def _encode(self, wave: np.ndarray) -> np.ndarray:
+        bands = features.fbank(torch.from_numpy(wave), mean_normalised=True)[None]  # (1, T, 80)
+        (output,) = self._network.run({self._input: bands.to(self._device)}).values()
+        vector: np.ndarray = output[0].float().cpu().numpy()
+        return vector
 
 
 def reference_mel(recording: Recording, max_hz: float = features.MelConfig.max_hz) -> np.ndarray:

@@ -44,12 +44,8 @@ PRONUNCIATION = "pronunciation"  # no voice's name, because files are called so
 VOICE_FILES = (".safetensors", *RECORDINGS, ".txt", f".{PRONUNCIATION}.txt")  # endings of what belongs to a voice
 
 # The tensors of a voice file are named like those of a token2wav request; the transcript is UTF-8.
-TOKENS, MEL, EMBEDDING, TRANSCRIPT = (
-    "prompt_speech_tokens",
-    "prompt_speech_feat",
-    "prompt_spk_embedding",
-    "reference_text",
-)
+TOKENS, MEL, EMBEDDING = "prompt_speech_tokens", "prompt_speech_feat", "prompt_spk_embedding"
+TRANSCRIPT = "reference_text"
 WAV = "reference_wav"  # of an uploaded recording, in place of the first three
 RATE = "reference_sample_rate"  # of the recording, or of that from which the prompt was made; files before 0.2 lack it
 LOUDNESS = "loudness"  # LUFS of its answers, if the voice has any

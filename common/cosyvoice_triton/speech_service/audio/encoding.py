@@ -109,10 +109,8 @@ class AudioEncoder:
         if not 0 < volume <= MAX_VOLUME:
             raise ValueError(f"volume_multiplier {volume:g} is not above 0 and at most {MAX_VOLUME:g}")
         if frame_ms is not None and (frame_ms not in FRAME_MS or not self.format.silence or rate * frame_ms % 1000):
-            lengths, formats = (
-                ", ".join(map(str, FRAME_MS)),
-                ", ".join(n for n, kind in FORMATS.items() if kind.silence),
-            )
+            lengths = ", ".join(map(str, FRAME_MS))
+            formats = ", ".join(each for each, kind in FORMATS.items() if kind.silence)
             raise ValueError(
                 f"frame_ms {frame_ms}: frames have {lengths} ms and whole samples, in the formats {formats}"
             )

@@ -34,7 +34,7 @@ class Loudness:
         """Return the loudness so far; None while all is silence."""
         powers = np.array(self._powers or ([_power(self._rest)] if self._rest.size else []))
         for gate in (0.0, RELATIVE_GATE):
-            least = _of_lufs(ABSOLUTE_GATE) if not gate else powers.mean() * 10 ** (gate / 10)
+            least = 10 ** ((ABSOLUTE_GATE + 0.691) / 10) if not gate else powers.mean() * 10 ** (gate / 10)
             powers = powers[powers > least]
             if not powers.size:
                 return None
@@ -82,10 +82,6 @@ class Leveller:
             gain = float(gains[-1]) if chunk.size else self._gain
         self._gain = gain
         return chunk * gains
-
-
-def _of_lufs(lufs: float) -> float:
-    return float(10 ** ((lufs + 0.691) / 10))
 
 
 def _power(block: np.ndarray) -> float:

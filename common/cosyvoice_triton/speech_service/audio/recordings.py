@@ -11,7 +11,8 @@ import struct
 import subprocess
 import sys
 import threading
-from typing import IO
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import numpy as np
 
@@ -24,11 +25,12 @@ SECONDS = 10.0  # of one recording; two minutes at 192 kHz take two
 # Beyond what a process has after its start: the largest upload, and a few times its samples, which are resampled to the
 # rate that is carried while they are decoded.
 MEMORY_BYTES = 256 << 20
-# Bytes that follow, after the seconds that are accepted; and before them the rate of samples, 0: an error.
-_REQUEST, _ANSWER = struct.Struct("<dQ"), struct.Struct("<IQ")
+# Before a file: the seconds that are accepted; before an answer: the rate of its samples, 0: an error.
+_REQUEST, _ANSWER = struct.Struct("<d"), struct.Struct("<I")
 
-_idle: "queue.LifoQueue[_Decoder]" = queue.LifoQueue()
-_places = threading.BoundedSemaphore(PROCESSES)
+_idle: "queue.LifoQueue[_Decoder | None]" = queue.LifoQueue()  # None: a place for one that is not started yet
+for _ in range(PROCESSES):
+    _idle.put(None)
 
 
 class _Decoder:
@@ -36,37 +38,34 @@ class _Decoder:
 
     def __init__(self) -> None:
         environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
+        self._pipe, theirs = Pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [sys.executable, "-m", __name__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
             env=os.environ | environment,
             start_new_session=True,  # Ctrl-C is for the service, which still answers
         )
+        theirs.close()
 
     def __call__(self, data: bytes, max_seconds: float) -> Recording:
         """Return the recording in a file; ValueError if it is invalid, OSError or EOFError if the process has died."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         watchdog = threading.Timer(SECONDS, self._process.kill)
         watchdog.start()
         try:
-            self._process.stdin.write(_REQUEST.pack(max_seconds, len(data)))
-            self._process.stdin.write(data)
-            self._process.stdin.flush()
-            rate, size = _ANSWER.unpack(_exactly(self._process.stdout, _ANSWER.size))
-            if size > MEMORY_BYTES:  # it is not what was started
-                raise EOFError
-            answer = _exactly(self._process.stdout, size)
+            self._pipe.send_bytes(_REQUEST.pack(max_seconds) + data)
+            answer = self._pipe.recv_bytes(MEMORY_BYTES)  # of more, it is not what was started
         finally:
             watchdog.cancel()
+        (rate,) = _ANSWER.unpack_from(answer)
         if not rate:
-            raise ValueError(answer.decode(errors="replace"))
-        return Recording(np.frombuffer(answer, np.float32).copy(), rate=rate)
+            raise ValueError(answer[_ANSWER.size :].decode(errors="replace"))
+        return Recording(np.frombuffer(answer, np.float32, offset=_ANSWER.size).copy(), rate=rate)
 
     def close(self) -> None:
         self._process.kill()
-        with contextlib.suppress(OSError):  # what was not sent
-            self._process.__exit__(None, None, None)
+        self._process.wait()
+        self._pipe.close()
 
 
 def decode(data: bytes, max_bytes: int, max_seconds: float = MAX_REFERENCE_SECONDS) -> Recording:
@@ -107,50 +106,34 @@ def from_pcm16(data: bytes, max_bytes: int) -> Recording:
 def decode_apart(data: bytes, max_seconds: float = MAX_REFERENCE_SECONDS) -> Recording:
     """Return an audio file as a validated recording. ValueError with the reason, also if decoding it takes more than
     MEMORY_BYTES or SECONDS. Not for an event loop."""
-    with _places:
-        decoder = _decoder()
+    decoder = _idle.get()
+    try:
+        decoder = decoder or _Decoder()  # an OSError here is not the caller's fault
         try:
-            recording = decoder(data, max_seconds)
-        except ValueError:
-            _idle.put(decoder)
-            raise
+            return decoder(data, max_seconds)
         except (OSError, EOFError):
             decoder.close()
+            decoder = None
             raise ValueError(
                 f"the recording cannot be decoded with {MEMORY_BYTES >> 20} MiB of memory in {SECONDS:g} s"
             ) from None
+    finally:
         _idle.put(decoder)
-        return recording
 
 
 def warm_up() -> None:
     """Start a process, so that the first recording does not wait for it."""
-    _idle.put(_decoder())
-
-
-def _decoder() -> _Decoder:
-    with contextlib.suppress(queue.Empty):
-        return _idle.get_nowait()
-    return _Decoder()
+    _idle.put(_idle.get() or _Decoder())
 
 
 @atexit.register
 def _close_all() -> None:
-    with contextlib.suppress(queue.Empty):
-        while True:
-            _idle.get_nowait().close()
+    for decoder in filter(None, _idle.queue):
+        decoder.close()
 
 
-def _exactly(file: IO[bytes], size: int) -> bytes:
-    if len(data := file.read(size)) < size:
-        raise EOFError
-    return data
-
-
-def _serve() -> None:
-    """Decode what comes by the standard input, until its end."""
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints
+def _serve(pipe: Connection) -> None:
+    """Decode what comes, until the service closes its end."""
     with contextlib.suppress(ValueError):
         import av  # noqa: F401  # now, so that it is not part of the first recording's memory and time
         import soundfile  # noqa: F401
@@ -160,17 +143,17 @@ def _serve() -> None:
         used = int(sizes.read().split()[5]) * resource.getpagesize()  # data and stack
     resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY_BYTES,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    while len(head := requests.read(_REQUEST.size)) == _REQUEST.size:
-        max_seconds, size = _REQUEST.unpack(head)
+    while True:
+        request = pipe.recv_bytes()
+        (max_seconds,) = _REQUEST.unpack_from(request)
         try:
-            recording = parse_recording(requests.read(size), max_seconds=max_seconds)
+            recording = parse_recording(request[_REQUEST.size :], max_seconds=max_seconds)
             rate, answer = recording.rate, np.ascontiguousarray(recording.wav, np.float32).tobytes()
         except ValueError as error:
             rate, answer = 0, str(error).encode(errors="replace")
-        answers.write(_ANSWER.pack(rate, len(answer)) + answer)
-        answers.flush()
+        pipe.send_bytes(_ANSWER.pack(rate) + answer)
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(MemoryError):
-        _serve()
+    with contextlib.suppress(EOFError, MemoryError):
+        _serve(Connection(int(sys.argv[1])))

@@ -46,16 +46,15 @@ class SocketSessionBase(ABC):
         await socket.accept(
             next((each for each in offered if not each.startswith(KEY_PROTOCOL)), next(iter(offered), None))
         )
-        sessions = service.metrics.sessions
         if service.sessions >= service.settings.max_sessions:
             await socket.close(_TRY_AGAIN_LATER, "the limit of open sessions is reached")
             return
+        session = cls(socket, service)
         service.sessions += 1
-        sessions.set(service.sessions)
         try:
-            session = cls(socket, service)
             try:
-                await session.run()
+                with service.metrics.sessions.track_inprogress():
+                    await session.run()
             finally:
                 session._kept.release()
                 await session.stop_speaking()
@@ -65,7 +64,6 @@ class SocketSessionBase(ABC):
             await session.close_unread()
         finally:
             service.sessions -= 1
-            sessions.set(service.sessions)
 
     async def run(self) -> None:
         """Handle messages until the client closes the session, disconnects or is idle for too long."""

@@ -34,10 +34,8 @@ MAX_PIPELINED = 100
 SOCKET_PATHS = b"/v1/audio/speech/stream", b"/v1/audio/voice-conversion/stream", b"/v1/realtime"
 # Headers of an offer to upgrade, which a server that does not take it ignores (RFC 9110, 7.8).
 _UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
-SLICE_BYTES, FRAMES_PER_TURN = (
-    1024,
-    32,
-)  # parsed at once, a frame has 6 bytes at least; after so many others have a turn
+SLICE_BYTES = 1024  # parsed at once, a frame has 6 bytes at least
+FRAMES_PER_TURN = 32  # after so many others have a turn
 MAX_FRAMES, FRAMES_PER_SECOND = 20_000, 1000  # of a WebSocket at once, and in the long run
 _FRAGMENT_BYTES = 128  # of memory for a piece of a message, also for an empty one
 _PONG = 0x8A  # first byte of its frame
