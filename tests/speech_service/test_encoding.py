@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import av
 import numpy as np
@@ -310,6 +311,17 @@ def test_a_process_that_dies_or_hangs_fails_its_recording_alone(monkeypatch: pyt
     monkeypatch.undo()
     assert decode(recording(), MIB).seconds == 1
     until(lambda: not Path(f"/proc/{hung}").exists())
+
+
+def test_a_process_that_cannot_be_started_is_no_fault_of_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    os.kill(idle(), signal.SIGKILL)
+    with pytest.raises(ValueError):
+        decode(recording(), MIB)  # no process is left
+    monkeypatch.setattr(recordings.subprocess, "Popen", Mock(side_effect=OSError("no memory")))
+    with pytest.raises(OSError, match="no memory"):
+        decode(recording(), MIB)
+    monkeypatch.undo()
+    assert decode(recording(), MIB).seconds == 1
 
 
 def test_a_process_has_little_memory_and_no_torch() -> None:
