@@ -100,11 +100,10 @@ _INVISIBLE = re.compile(
 _JOINER = re.compile("(?<![\u200d\ufe0f\u2600-\u27bf\U0001f000-\U0001ffff])\u200d")  # not that of an emoji
 _ODD_BLANK = re.compile("[\u00a0\u2000-\u200a\u202f\u205f]")
 _SAME = str.maketrans({"\u2010": "-", "\u2011": "-", "\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\u2044": "/"})
-_VULGAR = re.compile("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e])")
+_VULGAR_FRACTION = re.compile("(\\d?)([\u00bc-\u00be\u2150-\u215e\u2189])")
 _SUPERSCRIPTS = "[\u207b\u00b9\u00b2\u00b3\u2070\u2074-\u2079]+"
 _POWER = re.compile(f"(?<=\\d){_SUPERSCRIPTS}")
 _FOOTNOTE_MARK = re.compile(f"(?:(?<=[a-z]{{4}})|(?<=[.,;:!?。，、\u4e00-\u9fff])(?<!米)){_SUPERSCRIPTS}")
-_VULGAR_FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e\u2189]")
 # Letters and digits that are others in another dress: full width, mathematical, ligatures, super- and subscripts, but
 # those of m² and x²: the languages read them.
 _DRESSED = re.compile(
@@ -134,7 +133,7 @@ def plain_signs(text: str, on_left_out: OnLeftOut = lambda written, reason: None
         text = _CIRCLED.sub(lambda found: _item(found, on_left_out), text)
     text = _ODD_BLANK.sub(" ", _JOINER.sub("", _INVISIBLE.sub("", text))).translate(_SAME)
     text = _LOVE.sub(lambda match: f"{match[1]} love " if match[1] else "爱", text)
-    text = _VULGAR_FRACTION.sub(lambda match: _plain(match[0]), _VULGAR.sub(" ", text))
+    text = _VULGAR_FRACTION.sub(lambda match: f"{match[1]} {_plain(match[2])}".lstrip(), text)
     text = _POWER.sub(lambda match: "^" + _plain(match[0]), text)
     text = _FOOTNOTE_MARK.sub(lambda mark: gone(mark[0], "footnote mark", on_left_out), text)
     text = _DRESSED.sub(lambda match: _plain(match[0]), text)

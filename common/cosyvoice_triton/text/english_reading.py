@@ -4,7 +4,7 @@ import re
 from math import gcd
 
 from cosyvoice_triton.text.quantities import ORDINALS, Around, Quantity, Reader
-from cosyvoice_triton.text.tables import CURRENCIES, counted
+from cosyvoice_triton.text.tables import CURRENCIES, UNITS, counted
 
 ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -15,6 +15,7 @@ _SCALES = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"), (1000, 
 _ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth", "nine": "ninth"}
 _ORDINALS |= {"twelve": "twelfth"}
 
+_MORE = re.compile(r"\. [A-Z\d]")
 _DATED = re.compile(rf"(?:{'|'.join(ONES)}|ty|at) \Z")  # the year of a date before a clock time
 
 
@@ -26,6 +27,7 @@ class English(Reader):
         "decade": lambda written: re.sub("ys$", "ies", english_year(int(written.strip("s'’"))) + "s"),
         "pair": lambda written: " ".join(english(int(number)) for number in re.findall(r"\d+", written)),
         "inches": lambda written: re.sub('["”″]', " inches", re.sub('(?<=feet1)["”″]|["”″](?= )', " inch", written)),
+        "one": lambda sign: counted(UNITS.get(sign, {"en": sign})["en"], one=True),
         "letters": lambda word: word.replace(".", ""),
     }
 
@@ -40,8 +42,9 @@ class English(Reader):
 
     def amount(self, it: Quantity, at: Around) -> str:
         scale, digits = it.scale, it.digits
-        if len(it.unit) == 1 and it.unit.isupper() and (at("seat") or re.match(r"\. [A-Z\d]", at.after)):
-            return f"{self.number(digits)} {it.unit}"
+        letter = it.unit or it.scale * at("seat")
+        if len(letter) == 1 and letter.isupper() and not it.currency and (at("seat") or _MORE.match(at.after)):
+            return f"{self.plain(digits, Around(self.words, at.before, f' {letter}{at.after}'))} {letter}"
         if scale in ORDINALS:
             said = english_ordinal(int(digits)) if digits.isdigit() else self.number(digits) + scale
             return said + self.unit_of(it.but(number="1", scale=""))

@@ -142,7 +142,7 @@ class Reader:
         if it.kind == "clock" and it.minute and not it.second + it.half and at("score"):
             it = Quantity("ratio", it.text.replace(":0", ":"))
         if it.kind in ("date", "code") and at("tally"):
-            it = Quantity("series", it.text)
+            it = Quantity("code" if at("code") else "series", it.text)
         return str(getattr(self, it.kind, self.listed)(it, at))
 
     def sign(self, it: Quantity, at: Around) -> str:
@@ -186,7 +186,8 @@ class Reader:
         if len(digits) > 6:
             return not at("counted")
         known = digits in self.words.tables["known"] or at("code") or (at("call") and len(digits) < 6)
-        return len(digits) > 2 and (known or (digits[1:] != "00" and at("coded"))) and not at("counted")
+        coded = at("coded") and not (len(digits) < 5 and digits.endswith("00"))
+        return len(digits) > 2 and (known or coded) and not at("counted")
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
         if first.is_plain and last.is_plain:
@@ -202,7 +203,7 @@ class Reader:
     def date(self, it: Quantity, at: Around) -> str:
         said = self.year(it.year) + self.say["year"] if it.year else ""
         said += self.whole(int(it.month)) + self.say["month"] if it.month else ""
-        return said + self.whole(int(it.day)) + self.say["day"] * (not at("day"))
+        return said + (self.whole(int(it.day)) + self.say["day"] * (not at("day")) if it.day else "")
 
     def year(self, year: str) -> str:
         return self.number(year)

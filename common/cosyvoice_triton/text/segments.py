@@ -111,7 +111,7 @@ _UNDECIDED = 32  # last characters of a window: what follows them may still join
 _ABBREVIATION = ENGLISH.words.pattern("«count»|«short»|«month»").pattern
 _BEFORE_NUMBER = re.compile(rf"(?i)(?<!\d )(?<![a-z])(?:{_ABBREVIATION})\.\s+\Z")
 _NUMBER = re.compile(r"\d|[IVX]+\b")
-_AFTER_UNIT = re.compile(r"\d ?[a-z]{1,5}\.\s+\Z")  # "2 tbsp. of"
+_AFTER_UNIT = re.compile(r"\d ?[A-Za-z][a-z]{0,4}\.\s+\Z")  # "2 tbsp. of"
 
 
 def _with_numbers(complete: list[str], last: str) -> tuple[list[str], str]:
@@ -164,10 +164,8 @@ class SentenceSplitter:
                 self._rest = last
                 return
             used = len(window) - len(last)
-            if used < WINDOW // 2:  # otherwise most of the window would be split again and again
-                self._begin += window[used : WINDOW // 2]
-                used = WINDOW // 2
-            position += used
+            self._begin += window[used : WINDOW // 2]  # otherwise most of the window would be split again and again
+            position += max(used, WINDOW // 2)
 
     def finish(self) -> str:
         """Return the text after the last complete sentence, which is discarded here."""
