@@ -12,10 +12,8 @@ ONES = (
 ).split()
 _TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
 _SCALES = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"), (1000, "thousand"), (100, "hundred"))
-_ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth", "nine": "ninth"}
-_ORDINALS |= {"twelve": "twelfth"}
+_ORDINALS = {"one": "first", "two": "second", "three": "third", "eight": "eighth", "nine": "ninth"}
 
-_MORE = re.compile(r"\. [A-Z\d]")
 _DATED = re.compile(rf"(?:{'|'.join(ONES)}|ty|at) \Z")  # the year of a date before a clock time
 
 
@@ -42,8 +40,8 @@ class English(Reader):
 
     def amount(self, it: Quantity, at: Around) -> str:
         scale, digits = it.scale, it.digits
-        letter = it.unit or it.scale * at("seat")
-        if len(letter) == 1 and letter.isupper() and not it.currency and (at("seat") or _MORE.match(at.after)):
+        letter = it.unit or it.scale * (at("seat") and not it.currency)
+        if len(letter) == 1 and letter.isupper() and (at("seat") or re.match(r"\. [A-Z\d]", at.after)):
             return f"{self.plain(digits, Around(self.words, at.before, f' {letter}{at.after}'))} {letter}"
         if scale in ORDINALS:
             said = english_ordinal(int(digits)) if digits.isdigit() else self.number(digits) + scale
@@ -150,7 +148,7 @@ def english(number: int) -> str:
 def english_ordinal(number: int) -> str:
     """Return "first" for 1."""
     before, _, last = english(number).rpartition(" ")
-    last = _ORDINALS.get(last) or (last[:-1] + "ieth" if last.endswith("y") else last + "th")
+    last = _ORDINALS.get(last) or re.sub("ve$", "f", re.sub("y$", "ie", last)) + "th"
     return f"{before} {last}".strip()
 
 

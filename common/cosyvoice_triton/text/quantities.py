@@ -163,7 +163,8 @@ class Reader:
     def unit_of(self, it: Quantity) -> str:
         """Return the name of a unit or currency, and what it is per."""
         names = self.words.money.get(it.currency) or self.words.units.get(it.unit, "")
-        is_one = (it.digits == "1" and not it.scale) or it.text.endswith(f"-{it.unit or it.currency}")  # "a 5-km run"
+        joined = f"-{it.unit or it.currency}"  # "a 5-km run"
+        is_one = (it.digits == "1" and not it.scale) or it.text.rstrip(".").endswith(joined)
         said = self.say["blank"] * bool(names) + counted(names, is_one)
         if it.per:
             count, unit = _PER.findall(it.per)[0]

@@ -111,7 +111,7 @@ _UNDECIDED = 32  # last characters of a window: what follows them may still join
 _ABBREVIATION = ENGLISH.words.pattern("«count»|«short»|«month»").pattern
 _BEFORE_NUMBER = re.compile(rf"(?i)(?<!\d )(?<![a-z])(?:{_ABBREVIATION})\.\s+\Z")
 _NUMBER = re.compile(r"\d|[IVX]+\b")
-_AFTER_UNIT = re.compile(r"\d ?[A-Za-z][a-z]{0,4}\.\s+\Z")  # "2 tbsp. of"
+_AFTER_UNIT = re.compile(r"\d[ -]?[A-Za-z][a-z]{0,4}\.\s+\Z")  # "2 tbsp. of"
 
 
 def _with_numbers(complete: list[str], last: str) -> tuple[list[str], str]:
