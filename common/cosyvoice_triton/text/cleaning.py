@@ -30,7 +30,6 @@ _FORMULA = re.compile(_WORDS.pattern("«formula»").pattern, re.DOTALL)
 _MATHEMATICAL = re.compile(r"\\[A-Za-z]|[\^_=]|\A[A-Za-z]\Z")
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _COMMAND = re.compile(r"\\([A-Za-z]+|.)")
-_EXPONENT = re.compile(r"\^\{([^{}]*)\}")
 
 
 def plain_text(text: str, on_left_out: OnLeftOut) -> str:
@@ -89,7 +88,7 @@ def _of_formula(found: re.Match[str], on_left_out: OnLeftOut) -> str:
     if found["inline"] and not _MATHEMATICAL.search(body):
         return found[0]
     body = _FRACTION.sub(lambda each: f"{each[1]}/{each[2]}" if each[1].isdigit() else f"{each[1]} / {each[2]}", body)
-    body = _EXPONENT.sub(r"^\1", _COMMAND.sub(sign, body))
+    body = re.sub(r"\^\{([^{}]*)\}", r"^\1", _COMMAND.sub(sign, body))
     return re.sub("[{}_]", " ", body).strip()
 
 

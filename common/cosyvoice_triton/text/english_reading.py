@@ -96,7 +96,7 @@ class English(Reader):
             return " out of ".join(numbers) + self.unit_of(it)
         if "odds" in at.before.lower():
             return " to ".join(numbers)
-        if ("0" in (it.over[0], it.under[0]) or 12 < int(it.over) == int(it.under) - 1 < 99) and not at("date"):
+        if ("0" in (it.over[:-1][:1], it.under[0]) or 12 < int(it.over) == int(it.under) - 1 < 99) and not at("date"):
             return " ".join(numbers)
         if 30 < int(it.under) < int(it.over) < 300:
             return " over ".join(numbers) + self.unit_of(it)
@@ -106,7 +106,7 @@ class English(Reader):
         whole, over, under = it.whole, int(it.over), int(it.under)
         unit, one = self.words.units.get(it.unit), {2: "half", 4: "quarter"}.get(under) or english_ordinal(under)
         is_score = under in (10, 100) or (gcd(over, under) > 1 and over < under and not at("share"))
-        if is_score and over > 1 and not whole:
+        if is_score and over != 1 and not whole:
             said = f"{english(over)} out of {english(under)}"
         elif over >= under:
             said = f"{english(over)} over {english(under)}"

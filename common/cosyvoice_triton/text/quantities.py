@@ -232,7 +232,8 @@ class Reader:
             if named or at("said_day"):  # slashes of a text are of one kind
                 return self.date(Quantity("date", month=it.over, day=it.under), at)
         kind = "list" if it.under.isdigit() else "ratio"
-        is_share = it.whole or at("share") or (kind == "list" and float(it.over) < int(it.under))
+        is_pressure = kind == "list" and 30 < int(it.under) < float(it.over)
+        is_share = it.whole or (at("share") and not is_pressure) or (kind == "list" and float(it.over) < int(it.under))
         if self.say[kind] and (at("list") or not is_share):
             return self.listed(it.but(kind=kind), at) + self.unit_of(it)
         return self.fraction(it, at)
