@@ -88,11 +88,8 @@ def _of_formula(found: re.Match[str], on_left_out: OnLeftOut) -> str:
     if found["inline"] and not _MATHEMATICAL.search(body):
         return found[0]
     body = _FRACTION.sub(lambda each: f"{each[1]}/{each[2]}" if each[1].isdigit() else f"{each[1]} / {each[2]}", body)
-    return (
-        re.sub(r"\^\{([^{}]*)\}", r"^\1", _COMMAND.sub(sign, body))
-        .translate(dict.fromkeys(map(ord, "{}_"), " "))
-        .strip()
-    )
+    body = re.sub(r"\^\{([^{}]*)\}", r"^\1", _COMMAND.sub(sign, body))
+    return re.sub("[{}_]", " ", body).strip()
 
 
 # Format characters, but the joiner and the tags of emoji, which `without_emoji` removes with them.
@@ -102,11 +99,10 @@ _INVISIBLE = re.compile(
 _JOINER = re.compile("(?<![\u200d\ufe0f\u2600-\u27bf\U0001f000-\U0001ffff])\u200d")  # not that of an emoji
 _ODD_BLANK = re.compile("[\u00a0\u2000-\u200a\u202f\u205f]")
 _SAME = str.maketrans({"\u2010": "-", "\u2011": "-", "\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\u2044": "/"})
-_VULGAR = re.compile("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e])")
+_VULGAR_FRACTION = re.compile("(\\d?)([\u00bc-\u00be\u2150-\u215e\u2189])")
 _SUPERSCRIPTS = "[\u207b\u00b9\u00b2\u00b3\u2070\u2074-\u2079]+"
 _POWER = re.compile(f"(?<=\\d){_SUPERSCRIPTS}")
 _FOOTNOTE_MARK = re.compile(f"(?:(?<=[a-z]{{4}})|(?<=[.,;:!?。，、\u4e00-\u9fff])(?<!米)){_SUPERSCRIPTS}")
-_VULGAR_FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e\u2189]")
 # Letters and digits that are others in another dress: full width, mathematical, ligatures, super- and subscripts, but
 # those of m² and x²: the languages read them.
 _DRESSED = re.compile(
@@ -115,10 +111,7 @@ _DRESSED = re.compile(
     "|(?<![A-Za-z)])[\u00b2\u00b3]"
 )
 # A heart between two words is one.
-_LOVE = (
-    re.compile("\\b(I|[Ww]e|[Yy]ou|[Tt]hey)\\s?[❤♥]\ufe0f?\\s?(?=[A-Za-z])"),
-    re.compile("(?<=[我们])[❤♥]\ufe0f?(?=[\u4e00-\u9fff])"),
-)
+_LOVE = re.compile("(?:\\b(I|[Ww]e|[Yy]ou|[Tt]hey)\\s?|(?<=[我们]))[❤♥]\ufe0f?\\s?(?=[A-Za-z\u4e00-\u9fff])")
 _FULL_WIDTH_MARK = re.compile("(?<=\\d)[\uff1a\uff0e](?=\\d)")
 # Numbers in circles: of an item, with a pause before and after it; before a mark that of a footnote.
 _CIRCLED = re.compile("(\\S?)[^\\S\\n]*([\u2460-\u2473])\\s*(?=([^\\W\\d]?))")
@@ -138,11 +131,10 @@ def plain_signs(text: str, on_left_out: OnLeftOut = lambda written, reason: None
     if re.search("[\u2460-\u2473]", text):
         text = _CIRCLED.sub(lambda found: _item(found, on_left_out), text)
     text = _ODD_BLANK.sub(" ", _JOINER.sub("", _INVISIBLE.sub("", text))).translate(_SAME)
-    text = _LOVE[1].sub("爱", _LOVE[0].sub(r"\1 love ", text))
-    text = _VULGAR_FRACTION.sub(lambda match: _plain(match[0]), _VULGAR.sub(" ", text))
-    text = _FOOTNOTE_MARK.sub(
-        lambda mark: gone(mark[0], "footnote mark", on_left_out), _POWER.sub(lambda match: "^" + _plain(match[0]), text)
-    )
+    text = _LOVE.sub(lambda match: f"{match[1]} love " if match[1] else "爱", text)
+    text = _VULGAR_FRACTION.sub(lambda match: f"{match[1]} {_plain(match[2])}".lstrip(), text)
+    text = _POWER.sub(lambda match: "^" + _plain(match[0]), text)
+    text = _FOOTNOTE_MARK.sub(lambda mark: gone(mark[0], "footnote mark", on_left_out), text)
     text = _DRESSED.sub(lambda match: _plain(match[0]), text)
     return _FULL_WIDTH_MARK.sub(lambda match: _plain(match[0]), text)
 
@@ -226,9 +218,7 @@ def _rendered(text: str, on_left_out: OnLeftOut) -> Iterator[str]:
         yield _AFTER.get(token.type, "")
 
 
-_AFTER = dict.fromkeys(("th_close", "td_close"), ", ") | dict.fromkeys(
-    ("paragraph_close", "heading_close", "tr_close"), "\n"
-)
+_AFTER = {"th_close": ", ", "td_close": ", ", "tr_close": "\n", "paragraph_close": "\n", "heading_close": "\n"}
 
 
 def _inline(part: Any, on_left_out: OnLeftOut) -> str:
@@ -256,8 +246,7 @@ _CONTROL_TOKEN = re.compile(r"<\|[^<|>]{0,64}\|>")
 # Clients of upstream put an instruction, or CosyVoice3's system words, and this before a text or a transcript.
 END_OF_PROMPT = "<|endofprompt|>"
 
-# Letters, numbers and symbols but emoji. Text without any of them, such as "?!" or a zero-width space, is silent.
-_SPEAKABLE = ("L", "N", "S")
+_SYMBOL = regex.compile(r"\p{S}")
 # Tags and selectors, which hide a text in another one, and accents in heaps.
 _HIDDEN = regex.compile(r"[\U000e0000-\U000e01ef]+|\p{M}{9,}")
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # Unicode's category Cc without line feeds
@@ -290,10 +279,8 @@ def split_instruction(text: str) -> tuple[str, str]:
 
 
 def is_speakable(text: str) -> bool:
-    """Return whether `text` contains anything that can be spoken."""
-    return any(map(str.isalnum, text)) or any(
-        unicodedata.category(char)[0] in _SPEAKABLE for char in without_emoji(text)
-    )
+    """Return whether `text` has a letter, a number or a symbol but emoji: "?!" and a zero-width space are silent."""
+    return any(map(str.isalnum, text)) or bool(_SYMBOL.search(without_emoji(text)))
 
 
 def has_words(text: str) -> bool:

@@ -63,7 +63,7 @@ class Chinese(Reader):
     def name(self, it: Quantity, at: Around) -> str:
         """Read digits that touch Latin letters: a model or a train by its digits, a short one as a number."""
         whole, *parts = it.groups
-        of_unit = re.match("[A-Za-z]{2}|[GMT](?![A-Za-z0-9])", at.after) and not re.search(r"[A-Za-z]\Z", at.before)
+        of_unit = re.match(r"[A-Za-z]{2}|(?a:[GMT]\b)|B ?[t模]", at.after) and not re.search(r"[A-Za-z_]\Z", at.before)
         is_spelled = len(whole) > 2 and (len(whole) > 5 or bool(parts) or not of_unit)
         said = self.spelled(whole) if is_spelled else self.number(whole)
         return "点".join([said, *map(self.spelled, parts)])

@@ -4,7 +4,7 @@ import re
 from math import gcd
 
 from cosyvoice_triton.text.quantities import ORDINALS, Around, Quantity, Reader
-from cosyvoice_triton.text.tables import CURRENCIES, counted
+from cosyvoice_triton.text.tables import CURRENCIES, UNITS, counted
 
 ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -12,8 +12,7 @@ ONES = (
 ).split()
 _TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
 _SCALES = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"), (1000, "thousand"), (100, "hundred"))
-_ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth", "nine": "ninth"}
-_ORDINALS |= {"twelve": "twelfth"}
+_ORDINALS = {"one": "first", "two": "second", "three": "third", "eight": "eighth", "nine": "ninth"}
 
 _DATED = re.compile(rf"(?:{'|'.join(ONES)}|ty|at) \Z")  # the year of a date before a clock time
 
@@ -26,6 +25,7 @@ class English(Reader):
         "decade": lambda written: re.sub("ys$", "ies", english_year(int(written.strip("s'’"))) + "s"),
         "pair": lambda written: " ".join(english(int(number)) for number in re.findall(r"\d+", written)),
         "inches": lambda written: re.sub('["”″]', " inches", re.sub('(?<=feet1)["”″]|["”″](?= )', " inch", written)),
+        "one": lambda sign: counted(UNITS.get(sign, {"en": sign})["en"], one=True),
         "letters": lambda word: word.replace(".", ""),
     }
 
@@ -40,8 +40,9 @@ class English(Reader):
 
     def amount(self, it: Quantity, at: Around) -> str:
         scale, digits = it.scale, it.digits
-        if len(it.unit) == 1 and it.unit.isupper() and (at("seat") or re.match(r"\. [A-Z\d]", at.after)):
-            return f"{self.number(digits)} {it.unit}"
+        letter = it.unit or it.scale * (at("seat") and not it.currency)
+        if len(letter) == 1 and letter.isupper() and (at("seat") or re.match(r"\. [A-Z\d]", at.after)):
+            return f"{self.plain(digits, Around(self.words, at.before, f' {letter}{at.after}'))} {letter}"
         if scale in ORDINALS:
             said = english_ordinal(int(digits)) if digits.isdigit() else self.number(digits) + scale
             return said + self.unit_of(it.but(number="1", scale=""))
@@ -95,7 +96,7 @@ class English(Reader):
             return " out of ".join(numbers) + self.unit_of(it)
         if "odds" in at.before.lower():
             return " to ".join(numbers)
-        if ("0" in (it.over[0], it.under[0]) or 12 < int(it.over) == int(it.under) - 1 < 99) and not at("date"):
+        if ("0" in (it.over[:-1][:1], it.under[0]) or 12 < int(it.over) == int(it.under) - 1 < 99) and not at("date"):
             return " ".join(numbers)
         if 30 < int(it.under) < int(it.over) < 300:
             return " over ".join(numbers) + self.unit_of(it)
@@ -105,7 +106,7 @@ class English(Reader):
         whole, over, under = it.whole, int(it.over), int(it.under)
         unit, one = self.words.units.get(it.unit), {2: "half", 4: "quarter"}.get(under) or english_ordinal(under)
         is_score = under in (10, 100) or (gcd(over, under) > 1 and over < under and not at("share"))
-        if is_score and over > 1 and not whole:
+        if is_score and over != 1 and not whole:
             said = f"{english(over)} out of {english(under)}"
         elif over >= under:
             said = f"{english(over)} over {english(under)}"
@@ -147,7 +148,7 @@ def english(number: int) -> str:
 def english_ordinal(number: int) -> str:
     """Return "first" for 1."""
     before, _, last = english(number).rpartition(" ")
-    last = _ORDINALS.get(last) or (last[:-1] + "ieth" if last.endswith("y") else last + "th")
+    last = _ORDINALS.get(last) or re.sub("ve$", "f", re.sub("y$", "ie", last)) + "th"
     return f"{before} {last}".strip()
 
 

@@ -75,11 +75,7 @@ def parts(text: str) -> Iterator[str | Pause]:
     for mark in _PAUSE.finditer(text):
         if words := text[end : mark.start()].strip():
             yield words
-        pause = Pause(
-            _seconds(mark[1] or "")
-            if mark[2] is None
-            else _break(_document(mark[2] if mark[2].endswith("/>") else f"{mark[2][:-1]}/>"))
-        )
+        pause = Pause(_break(mark[2]) if mark[2] else _seconds(mark[1] or ""))
         pauses += pause.seconds
         _limit(pauses)
         yield pause
@@ -259,8 +255,9 @@ def _said_as(text: str, kind: str) -> str:
     return text
 
 
-def _break(element: ET.Element) -> float:
+def _break(tag: str) -> float:
     """Return the seconds of a `<break>`."""
+    element = _document(tag if tag.endswith("/>") else f"{tag[:-1]}/>")
     if unknown := set(element.keys()) - {"time", "strength"}:
         raise ValueError(f"<break> has no attribute {min(unknown)!r}: use time or strength")
     if (time := element.get("time")) is not None:

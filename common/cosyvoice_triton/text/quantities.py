@@ -142,7 +142,7 @@ class Reader:
         if it.kind == "clock" and it.minute and not it.second + it.half and at("score"):
             it = Quantity("ratio", it.text.replace(":0", ":"))
         if it.kind in ("date", "code") and at("tally"):
-            it = Quantity("series", it.text)
+            it = Quantity("code" if at("code") else "series", it.text)
         return str(getattr(self, it.kind, self.listed)(it, at))
 
     def sign(self, it: Quantity, at: Around) -> str:
@@ -163,7 +163,8 @@ class Reader:
     def unit_of(self, it: Quantity) -> str:
         """Return the name of a unit or currency, and what it is per."""
         names = self.words.money.get(it.currency) or self.words.units.get(it.unit, "")
-        is_one = (it.digits == "1" and not it.scale) or it.text.endswith(f"-{it.unit or it.currency}")  # "a 5-km run"
+        joined = f"-{it.unit or it.currency}"  # "a 5-km run"
+        is_one = (it.digits == "1" and not it.scale) or it.text.rstrip(".").endswith(joined)
         said = self.say["blank"] * bool(names) + counted(names, is_one)
         if it.per:
             count, unit = _PER.findall(it.per)[0]
@@ -186,7 +187,8 @@ class Reader:
         if len(digits) > 6:
             return not at("counted")
         known = digits in self.words.tables["known"] or at("code") or (at("call") and len(digits) < 6)
-        return len(digits) > 2 and (known or (digits[1:] != "00" and at("coded"))) and not at("counted")
+        coded = at("coded") and not (len(digits) < 5 and digits.endswith("00"))
+        return len(digits) > 2 and (known or coded) and not at("counted")
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
         if first.is_plain and last.is_plain:
@@ -202,7 +204,7 @@ class Reader:
     def date(self, it: Quantity, at: Around) -> str:
         said = self.year(it.year) + self.say["year"] if it.year else ""
         said += self.whole(int(it.month)) + self.say["month"] if it.month else ""
-        return said + self.whole(int(it.day)) + self.say["day"] * (not at("day"))
+        return said + (self.whole(int(it.day)) + self.say["day"] * (not at("day")) if it.day else "")
 
     def year(self, year: str) -> str:
         return self.number(year)
@@ -230,7 +232,8 @@ class Reader:
             if named or at("said_day"):  # slashes of a text are of one kind
                 return self.date(Quantity("date", month=it.over, day=it.under), at)
         kind = "list" if it.under.isdigit() else "ratio"
-        is_share = it.whole or at("share") or (kind == "list" and float(it.over) < int(it.under))
+        is_pressure = kind == "list" and 30 < int(it.under) < float(it.over)
+        is_share = it.whole or (at("share") and not is_pressure) or (kind == "list" and float(it.over) < int(it.under))
         if self.say[kind] and (at("list") or not is_share):
             return self.listed(it.but(kind=kind), at) + self.unit_of(it)
         return self.fraction(it, at)

@@ -108,21 +108,18 @@ def is_open(text: str) -> bool:
 WINDOW = 512
 _UNDECIDED = 32  # last characters of a window: what follows them may still join two sentences, as after "Dr."
 # An abbreviation that sentencex takes for an end, before its number. After a number it is a unit, as in "5 sec.".
-_BEFORE_NUMBER = re.compile(
-    rf"(?i)(?<!\d )(?<![a-z])(?:{ENGLISH.words.pattern('«count»|«short»|«month»').pattern})\.\s+\Z"
-)
+_ABBREVIATION = ENGLISH.words.pattern("«count»|«short»|«month»").pattern
+_BEFORE_NUMBER = re.compile(rf"(?i)(?<!\d )(?<![a-z])(?:{_ABBREVIATION})\.\s+\Z")
 _NUMBER = re.compile(r"\d|[IVX]+\b")
-_AFTER_UNIT = re.compile(r"\d ?[a-z]{1,5}\.\s+\Z")  # "2 tbsp. of"
+_AFTER_UNIT = re.compile(r"\d[ -]?[A-Za-z][a-z]{0,4}\.\s+\Z")  # "2 tbsp. of"
 
 
 def _with_numbers(complete: list[str], last: str) -> tuple[list[str], str]:
     """Join a sentence that ends with "Apt." and one that begins with a digit."""
     joined = list[str]()
     for part in (*complete, last):
-        if joined and (
-            (_NUMBER.match(part) and _BEFORE_NUMBER.search(joined[-1]))
-            or (part[:1].islower() and _AFTER_UNIT.search(joined[-1]))
-        ):
+        before = _BEFORE_NUMBER if _NUMBER.match(part) else _AFTER_UNIT if part[:1].islower() else None
+        if joined and before and before.search(joined[-1]):
             part = joined.pop() + part
         joined.append(part)
     return joined[:-1], joined[-1]
@@ -167,10 +164,8 @@ class SentenceSplitter:
                 self._rest = last
                 return
             used = len(window) - len(last)
-            if used < WINDOW // 2:  # otherwise most of the window would be split again and again
-                self._begin += window[used : WINDOW // 2]
-                used = WINDOW // 2
-            position += used
+            self._begin += window[used : WINDOW // 2]  # otherwise most of the window would be split again and again
+            position += max(used, WINDOW // 2)
 
     def finish(self) -> str:
         """Return the text after the last complete sentence, which is discarded here."""
@@ -188,9 +183,8 @@ Seconds = Callable[[str], float]  # expected_seconds, with the language of the w
 
 # Clauses, words, and parts of words: a letter alone says little of a word. Western punctuation ends a clause only
 # before whitespace: "1,000" and "12:30" are numbers.
-_UNITS = tuple(
-    re.compile(unit, re.DOTALL) for unit in (r".*?(?:[，；：、…—]|[,;:]\s|\Z)", r".*?(?:\s|\Z)", r"[^\W\d_]{1,8}|.")
-)
+_CLAUSE, _WORD, _PART = r".*?(?:[，；：、…—]|[,;:]\s|\Z)", r".*?(?:\s|\Z)", r"[^\W\d_]{1,8}|."
+_UNITS = [re.compile(unit, re.DOTALL) for unit in (_CLAUSE, _WORD, _PART)]
 
 
 Read = Callable[[str], tuple[str, Language | None]]  # a sentence -> how it is said, and its language
@@ -240,10 +234,7 @@ def segments(spoken: Iterable[str], seconds: Seconds, limit: float = SEGMENT_SEC
         ready, current = [], ready + current
     elif len(ready) > 1 and ready[-1].seconds + _length(current) <= limit:
         current.insert(0, ready.pop())
-    if ready:
-        yield _joined(ready)
-    if current:
-        yield _joined(current)
+    yield from map(_joined, filter(None, (ready, current)))
 
 
 class _Piece(NamedTuple):
