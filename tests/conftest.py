@@ -9,10 +9,12 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import torch
 
@@ -93,6 +95,14 @@ def float32_on_every_cpu() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cpu, "get_capabilities", dict)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_are_read_once() -> Iterator[None]:
+    """httpx reads them for every client, and so for every request of its own, which takes longer than most answers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("httpx2._transports.default.create_ssl_context", cache(httpx2.create_ssl_context))
         yield
 
 

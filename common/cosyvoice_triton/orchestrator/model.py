@@ -125,11 +125,8 @@ class OrchestratorModel:
             synthesizer = self._pipeline.synthesizer
             if self._config.decoupled:
                 synthesizer.refusal.check()  # before the request is read
-            inputs: dict[str, Any] = triton_io.read_all(request, [*TEXTS, *NUMBERS, *WAVES])
-            for name in (*TEXTS, *NUMBERS):
-                inputs[name] = triton_io.scalar(inputs, name)
             speech = self._pipeline.rules.request(
-                **inputs, parameters=parameters, pieces=pieces, on_warning=report.warnings.append
+                **_inputs(request), parameters=parameters, pieces=pieces, on_warning=report.warnings.append
             )
 
             def send(waveform: np.ndarray) -> None:
@@ -145,3 +142,8 @@ class OrchestratorModel:
             async with aclosing(stream) as waveforms:
                 async for waveform in waveforms:
                     send(waveform)
+
+
+def _inputs(request: Any) -> dict[str, Any]:
+    sent: dict[str, Any] = triton_io.read_all(request, [*TEXTS, *NUMBERS, *WAVES])
+    return sent | {name: triton_io.scalar(sent, name) for name in (*TEXTS, *NUMBERS)}
