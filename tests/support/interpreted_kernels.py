@@ -1,6 +1,6 @@
 """The GPU's kernels under Triton's interpreter, compared with plain torch; every address that they read or write is
 checked. A program of its own, because Triton decides at its import whether it interprets:
-`TRITON_INTERPRET=1 python -m tests.support.interpreted_kernels layers`."""
+`TRITON_INTERPRET=1 python -m tests.support.interpreted_kernels layers steps`."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -399,4 +399,5 @@ def compare_hift() -> None:
 
 if __name__ == "__main__":
     with pretended(75), checked():
-        globals()[f"compare_{sys.argv[1]}"]()
+        for comparison in sys.argv[1:]:
+            globals()[f"compare_{comparison}"]()
