@@ -77,11 +77,11 @@ class GrpcDoor(Door):
     def __init__(self, server: str, model: str, mode: str = "streaming", connections: int = 1) -> None:
         self._server, self._model, self._mode = server, model, mode
         self._connections = [AsyncConnection(server) for _ in range(connections)]
-        self._turns = cycle(self._connections)
+        self._cycle = cycle(self._connections)
         self._probe = AsyncConnection(server)
 
     def stream(self, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
-        return next(self._turns).stream(self._model, request, self._mode, timeout)
+        return next(self._cycle).stream(self._model, request, self._mode, timeout)
 
     async def require(self) -> None:
         await require_model(self._probe.client, self._server, self._model, self._mode)

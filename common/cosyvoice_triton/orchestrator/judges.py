@@ -140,7 +140,7 @@ class AudioJudge:
     speed: float = 1.0
     _loudest: float = 0.0
     _silent: int = 0  # samples before the first audible one
-    _heard: bool = False
+    _was_audible: bool = False
     _rest: np.ndarray = field(default_factory=partial(np.zeros, 0, np.float32))  # less than a frame
     _bands: np.ndarray = field(default_factory=partial(np.zeros, (0, BANDS)))
 
@@ -151,12 +151,12 @@ class AudioJudge:
         if levels.size < 3:
             return None
         self._loudest = max(self._loudest, float(levels.max()))
-        if audible_part(levels, self._loudest) is None and not self._heard:
+        if audible_part(levels, self._loudest) is None and not self._was_audible:
             self._silent += waveform.size
             return (
                 "silence" if final or self._silent * self.speed > LEADING_SILENCE / TOKEN_RATE * SAMPLE_RATE else None
             )
-        self._heard = True
+        self._was_audible = True
         high = np.abs(waveform) >= FULL_SCALE
         if (high[2:] & high[1:-1] & high[:-2]).mean() > CLIPPED_SHARE:
             return "clipped"
