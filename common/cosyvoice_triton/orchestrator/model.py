@@ -48,16 +48,15 @@ class OrchestratorModel:
         torch.set_num_threads(1)  # it only computes mels of recordings
         tokenizer = LLMTokenizer.from_dir(config.llm_tokenizer_dir, self.stack.llm.tokenizer)
         call, first_id = partial(triton_io.call, timeout=config.model_timeout), tokenizer.first_speech_id
-        models = replicas(self.stack.token2wav, len(config.token2wav_gpus))
-        environment = ModelEnvironment.read()
+        environment, models = ModelEnvironment.read(), replicas(self.stack.token2wav, len(config.token2wav_gpus))
+        failures = {model: failure_of(environment.metrics_directory, model) for model in models}
         token2wav = Token2WavReplicas(
             {model: send_over_triton(call, model, first_id) for model in models},
             cumulative=self.stack.cumulative,
-            failed=lambda model: failure_of(environment.metrics_directory, model).given(),
+            failed=lambda model: failures[model].given(),
         )
         encoder = TritonPromptEncoder(call, first_id, self.stack.mel_max_hz)
-        llm = remote_llm(config, tokenizer)
-        self._pipeline = Pipeline(config, self.stack, tokenizer, encoder, llm, token2wav)
+        self._pipeline = Pipeline(config, self.stack, tokenizer, encoder, remote_llm(config, tokenizer), token2wav)
         if warning := self._pipeline.texts.warning:
             logger.warning("%s", warning)
         self._pieces = PieceStreams(config.text_timeout)
@@ -145,5 +144,7 @@ class OrchestratorModel:
 
 
 def _inputs(request: Any) -> dict[str, Any]:
-    sent: dict[str, Any] = triton_io.read_all(request, [*TEXTS, *NUMBERS, *WAVES])
-    return sent | {name: triton_io.scalar(sent, name) for name in (*TEXTS, *NUMBERS)}
+    inputs: dict[str, Any] = triton_io.read_all(request, [*TEXTS, *NUMBERS, *WAVES])
+    for name in (*TEXTS, *NUMBERS):
+        inputs[name] = triton_io.scalar(inputs, name)
+    return inputs

@@ -129,7 +129,9 @@ class RequestRules:
         for name in given:
             if name not in _PARAMETERS and not name.startswith(_TRITONS_OWN):
                 raise ValueError(f"request parameter {name!r} is unknown; known: {', '.join(sorted(_PARAMETERS))}")
-        speed = _number("speed", given.get("speed", 1.0), float, constants.MIN_SPEED, constants.MAX_SPEED)
+        speed = 1.0
+        if "speed" in given:
+            speed = _number("speed", given["speed"], float, constants.MIN_SPEED, constants.MAX_SPEED)
         voice = self._voice(reference_wav, reference_wav_len, reference_sample_rate, reference_text, speaker)
         if source_wav is not None:
             source = _source(
