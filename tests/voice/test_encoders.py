@@ -11,14 +11,15 @@ import onnx
 import onnx.numpy_helper
 import pytest
 import torch
-from cosyvoice_triton import samples
+from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.constants import OFFICIAL_FIRST_SPEECH_ID, PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB
 from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
 from cosyvoice_triton.runtimes import tensorrt
 from cosyvoice_triton.runtimes.signatures import speaker
 from cosyvoice_triton.voice import audio, features
 from cosyvoice_triton.voice.audio import load_audio
-from cosyvoice_triton.voice.encoders import AudioTokenizer, SpeakerEncoder
+from cosyvoice_triton.voice.encoders import AudioTokenizer, ReferenceEncoder, SpeakerEncoder
+from cosyvoice_triton.voice.prompt import Recording
 
 from tests.conftest import ROOT, initialized_model
 from tests.random_weights.checkpoint import OFFICIAL, SMALL, parts
@@ -79,6 +80,13 @@ def test_speaker_vector_ignores_loudness(encoder: SpeakerEncoder) -> None:
 
 
 @pytest.mark.slow
+def test_a_known_recording_has_the_transcript_and_the_instruction_of_now(model_dir: Path) -> None:
+    encode, (wav, _) = ReferenceEncoder(stacks.DIT, model_dir), references()
+    first, second = (encode(Recording(wav, *of)) for of in (("One.", PROMPT_SAMPLE_RATE, "Slow."), ("Two.",)))
+    assert (first.text, first.instruction, second.text, second.instruction) == ("One.", "Slow.", "Two.", "")
+    assert second.tokens is first.tokens
+
+
 def test_a_speech_tokenizer_of_another_versions_depth_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "speech_tokenizer_v3.onnx"
     width, layers = OFFICIAL.tokenizers["v3"]

@@ -11,7 +11,6 @@ Both networks are read from the official ONNX files, of any size. Recordings are
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -134,7 +133,7 @@ class ReferenceEncoder:
         """Return the prompt of a checked recording, with its transcript."""
         with self._lock:
             if (known := self._prompts.get(recording)) is not None:
-                return replace(known, text=recording.text)
+                return known.of(recording)
             tokenizer, speaker = self._networks
             mel, wav = reference_mel(recording, self._mel_max_hz), audio.at_rate(recording, PROMPT_SAMPLE_RATE)
             parts = tokenizer([wav])[0], mel, speaker([wav])[0]
