@@ -190,7 +190,7 @@ def _networks(folder: Path) -> nn.ModuleDict:
         sys.path.insert(0, str(folder))
     modules, istftnet = (import_module(f"kokoro.{name}") for name in ("modules", "istftnet"))
     for module in (modules, istftnet):
-        module.weight_norm = lambda network: network  # type: ignore[attr-defined]
+        module.weight_norm = lambda network: network  # type: ignore[attr-defined]  # theirs is in the weights
     make: dict[str, Any] = {
         "bert": lambda: modules.AlbertModel(AlbertConfig(**_CONFIG["bert"])),
         "bert_encoder": lambda: nn.Linear(768, 512),
