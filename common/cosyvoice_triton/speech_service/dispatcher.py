@@ -29,6 +29,7 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.refusals import LastRefusal, RefusalLog
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
+from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
 from cosyvoice_triton.speech_service.errors import NOTHING, OVERLOADED, ApiError, invalid
 from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.security.budget import FREE_BYTES
@@ -128,8 +129,8 @@ class Dispatcher:
                     async for part in parts:
                         if part.warning and part.warning not in answer.warnings:
                             answer.warnings.append(part.warning)
-                        if answer.timestamps is not None:  # up to seconds for two minutes in pieces, one segment
-                            await self._in_thread(partial(answer.timestamps.add, part))
+                        if answer.timestamps is not None:
+                            await self._add_times(answer.timestamps, part)
                         if not part.waveform.size:
                             continue
                         if not answer.samples:
@@ -229,6 +230,14 @@ class Dispatcher:
                     yield part
             for part in encoder.framed(await self._run_encoder(encoder, None), last=True):
                 yield part
+
+    async def _add_times(self, timestamps: Timestamps, part: AudioPart) -> None:
+        """Count a response: at once where none of its segments ends, so that the first audio waits for no thread.
+        Otherwise it takes milliseconds, but up to seconds for two minutes of text in pieces, which are one segment."""
+        if part.segments:
+            await self._in_thread(partial(timestamps.add, part))
+        else:
+            timestamps.add(part)
 
     async def _run_encoder(self, encoder: AudioEncoder, chunk: np.ndarray | None) -> bytes:
         work = encoder.finish if chunk is None else partial(encoder.push, chunk)
