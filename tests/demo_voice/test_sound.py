@@ -46,6 +46,12 @@ def test_answers_begin_with_sound_and_end_soon_after_it(speaker: Speaker) -> Non
         assert (audible[1] - audible[0]) == pytest.approx(heard[1] - heard[0], abs=0.06 * SAMPLE_RATE)
 
 
+def test_a_conversion_has_no_text_that_its_length_could_be_compared_with(speaker: Speaker, demo_voice: Path) -> None:
+    warnings: list[str] = []
+    converted = speaker.convert(demo_voice / "voices" / "slt.wav", voice="rms", on_warning=warnings.append)
+    assert sum(map(len, converted)) > SAMPLE_RATE and not warnings
+
+
 def test_a_whole_answer_in_another_voice_is_noticed(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
     speaker.speak(SENTENCES[0], voice="rms", on_warning=warnings.append)

@@ -90,9 +90,10 @@ class Judge:
         self, request: SynthesisRequest, silent: Collection[int] | None, on_warning: OnWarning, counts: Counts
     ) -> None:
         self._speed = request.speed
-        self._silent = silent
+        # A conversion has no text to be compared with, and its source's pauses and sounds are no faults of it.
+        self._silent = None if request.source is not None else silent
         # Whether a segment of which nothing was sent may be made again, once.
-        self._again = silent is not None and request.retry_bad_answers and request.pieces is None
+        self._again = self._silent is not None and request.retry_bad_answers and request.pieces is None
         self._on_warning = on_warning
         self._counts = counts
         self.begin()
