@@ -1,7 +1,7 @@
 """Train the demo voice from scratch: text, speech by Kokoro, every network of the stacks, and its checkpoint.
 
     python -m demo_voice.training --stages corpus phonemes teacher --packages DIR    needs a network
-    python -m demo_voice.training [--work out/voice] [--minutes 21]                 all other stages
+    python -m demo_voice.training [--work out/voice] [--minutes 27]                 all other stages
     python -m demo_voice.training --stages vocoder --seconds 600                     one
 
 The result, `checkpoint/` in the working folder, has the official layout: a small synthetic voice for demos and tests,
@@ -16,8 +16,7 @@ The stages; each uses what earlier stages left in the working folder:
     tokenizer     S3 tokenizer: phones and mel predicted from codes at 25 Hz, of perturbed recordings
     speaker       x-vectors: classification of voices at several speeds
     more_speech   more sentences for the LLM alone, as many as fit into the time
-    vocoder       HiFT, for the stacks dit and unet: spectral losses, then discriminators; by default the trained
-                  generator of this folder is taken
+    vocoder       HiFT, for the stacks dit and unet: spectral losses, then discriminators
     vocoder_causal
                   CosyVoice3's: the same, of causal convolutions
     flow_dit      Step-Audio2's flow: conditional flow matching, in the chunks of its streams
@@ -28,9 +27,9 @@ The stages; each uses what earlier stages left in the working folder:
     export        the checkpoint
 
 Each stage is a process with a log in the working folder, started as soon as its inputs exist; flows and LLM are trained
-at the same time on one GPU, then the vocoders. Training stops after --minutes in all. When the command is run again,
-finished stages are skipped; --stages runs the named stages in any case. A stage that is run again goes on with the
-weights of its file, which is written every minute.
+at the same time on one GPU. Training stops after --minutes in all. The vocoders are not trained anew: their networks
+are in this folder. When the command is run again, finished stages are skipped; --stages runs the named stages in any
+case. A stage that is run again goes on with the weights of its file, which is written every minute.
 
 Text comes from Debian packages (see corpus.py) under /, or under --texts; phonemes.py and kokoro_weights.py name the
 packages for the next two stages. For a machine without a network, copy there `sentences.txt` and `phonemes.txt` of the
@@ -56,17 +55,17 @@ from cosyvoice_triton.load.samples import read_manifest
 _ASSETS = Path(__file__).resolve().parents[2] / "tests" / "assets"
 HELD_OUT = (_ASSETS / "everyday_sentences.jsonl", _ASSETS / "held_sentences.jsonl")
 
-MINUTES = 21.0  # that the seconds below are for
-# The vocoders get all the remaining time: they affect the sound most.
+MINUTES = 27.0  # that the seconds below are for
+# The LLM gets all the remaining time: most wrong words are its own, then the tokenizer's.
 SECONDS = {
-    "speech": 75.0, "tokenizer": 90.0, "speaker": 25.0, "more_speech": 150.0,
-    "flow_dit": 450.0, "flow_unet": 450.0, "flow_cosyvoice3": 450.0, "llm": 450.0,
+    "speech": 75.0, "tokenizer": 240.0, "speaker": 60.0, "more_speech": 240.0,
+    "flow_dit": 600.0, "flow_unet": 600.0, "flow_cosyvoice3": 600.0,
 }  # fmt: skip
 EXPORT_SECONDS = 30.0  # including process start
-VOCODERS, FLOWS = ("vocoder", "vocoder_causal"), ("flow_dit", "flow_unet", "flow_cosyvoice3")
-# Result of the stage `vocoder`, of ten minutes alone on a GPU. It depends on neither tokens nor x-vectors, so it is not
-# trained anew with the other networks.
-TRAINED_VOCODER = Path(__file__).resolve().parents[1] / "hift.pt"
+FLOWS = ("flow_dit", "flow_unet", "flow_cosyvoice3")
+# Results of the stages of these names, of ten and thirteen minutes alone on a GPU: beside other networks, the many
+# small kernels of a vocoder's step take several times as long. They depend on neither tokens nor x-vectors.
+VOCODERS = {"vocoder": "hift.pt", "vocoder_causal": "hift_causal.pt"}
 # What a machine without a network needs as files: each stage with what it writes.
 PREPARATION = {"corpus": "sentences.txt", "phonemes": "phonemes.txt", "teacher": "voices.npz"}
 STAGES = (*PREPARATION, "speech", "tokenizer", "speaker", "more_speech", *VOCODERS, *FLOWS, "llm", "export")
@@ -108,14 +107,15 @@ def run(stage: str, args: argparse.Namespace, seconds: float) -> None:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Run the stages whose files are missing, and take the trained vocoder."""
+    """Run the stages whose files are missing, and take the trained vocoders."""
     for stage, name in PREPARATION.items():
         if not ((args.teacher if stage == "teacher" else args.work) / name).is_file():
             run(stage, args, 0)
-    if not (args.work / TRAINED_VOCODER.name).is_file():
-        shutil.copy(TRAINED_VOCODER, args.work)
-        (args.work / "done").mkdir(exist_ok=True)
-        (args.work / "done" / "vocoder").touch()
+    (args.work / "done").mkdir(exist_ok=True)
+    for stage, name in VOCODERS.items():
+        if not (args.work / name).is_file():
+            shutil.copy(Path(__file__).resolve().parents[1] / name, args.work)
+            (args.work / "done" / stage).touch()
 
 
 def train_all(args: argparse.Namespace) -> None:
@@ -156,9 +156,6 @@ def train_all(args: argparse.Namespace) -> None:
         start("llm")
         try:
             wait(*FLOWS, "llm")
-            # Last: beside other networks, the many small kernels of a vocoder's step take several times as long.
-            start(*VOCODERS)
-            wait(*VOCODERS)
         finally:  # export what was trained, also after a failure
             run("export", args, 0)
     finally:

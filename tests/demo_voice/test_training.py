@@ -51,13 +51,15 @@ def test_a_flow_is_trained_and_can_be_served(work: Path, stage, write, load, sta
         torch.testing.assert_close(served[name], tensor, atol=1e-6, rtol=1e-3)
 
 
-def test_the_given_vocoder_is_taken_and_can_be_served(tmp_path: Path) -> None:
+def test_the_given_vocoders_are_taken_and_can_be_served(tmp_path: Path) -> None:
     for name in PREPARATION.values():
         (tmp_path / name).touch()
     prepare(parse_args(["--work", str(tmp_path), "--teacher", str(tmp_path)]))
     vocoder.export(vocoder.HIFT, tmp_path, tmp_path / "out.pt")
     assert load_hift(tmp_path / "out.pt").f0_predictor.classifier.bias.item() > 20  # Hz, with none of the mel
-    assert (tmp_path / "done" / "vocoder").exists()
+    vocoder.export(CAUSAL, tmp_path, tmp_path / "causal.pt")
+    assert load_causal_hift(tmp_path / "causal.pt").f0_predictor.classifier.bias.item() > 20
+    assert {path.name for path in (tmp_path / "done").iterdir()} == {"vocoder", "vocoder_causal"}
 
 
 def test_the_vocoder_is_trained_and_can_be_served(work: Path, limits, monkeypatch) -> None:
