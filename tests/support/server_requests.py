@@ -37,20 +37,6 @@ def assert_speech(speech: SpeechResult) -> None:
     assert speech.seconds > 0.1
 
 
-def text_array(text: str) -> np.ndarray:
-    return np.array([[text.encode()]], dtype=np.object_)
-
-
-def request_arrays(wav: np.ndarray) -> dict[str, np.ndarray]:
-    """The tensors of a valid request, for tests that change one of them."""
-    return {
-        "reference_wav": wav[None],
-        "reference_wav_len": np.array([[wav.size]], np.int32),
-        "reference_text": text_array(VOICE_TEXT),
-        "target_text": text_array(TEXT),
-    }
-
-
 def inputs_of(arrays: dict[str, np.ndarray]) -> list[triton.InferInput]:
     inputs = []
     for name, array in arrays.items():
