@@ -360,20 +360,6 @@ def test_a_failing_model_fails_the_request_and_leaves_no_sequence(fault, setting
     assert not models.sequences
 
 
-@pytest.mark.parametrize("llm_pause", [0.1, 1.0])
-def test_the_sequence_of_a_client_that_disconnects_is_ended(llm_pause: float, models: FakeModels) -> None:
-    """During generation, and before the first token."""
-    request = client_request()
-    models.pause = llm_pause
-    with models.started() as model:
-        model.execute([request])
-        until(lambda: bool(models.sequences))
-        request.sender.cancelled = True
-        until(lambda: request.sender.final)
-    assert failure(request)[0] == TritonError.CANCELLED
-    assert len(models.ended) == 1 and not models.sequences
-
-
 def test_finalize_ends_live_requests_before_their_connections_and_closes_the_loop_in_any_case(models, monkeypatch):
     models.pause = 0.02
     request, ended = client_request(), []

@@ -12,7 +12,6 @@ from cosyvoice_triton.audible import SilenceTrimmer
 from cosyvoice_triton.constants import SAMPLE_RATE, SPEAKER_DIM
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
-from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.orchestrator.length import FASTEST, SLOWEST, fitting_speed, misfit
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.text_stream import Limit, PieceStream
@@ -31,15 +30,6 @@ from tests.support.fakes import (
     fake_prompt,
 )
 from tests.support.pipeline import FakeVoices, Pipeline, Speak, one_by_one, run_until, speech_request
-
-
-@pytest.mark.parametrize("strategy", ["exponential", "equal", "time_based"])
-@pytest.mark.parametrize("total", [1, 2, 17, 18, 100, 333])
-def test_every_token_is_rendered_once_and_in_order(strategy: str, total: int) -> None:
-    pipeline = Pipeline(FakeLM(*one_by_one(total)), rules=HopRules(strategy=strategy))
-    audio = pipeline.run()
-    np.testing.assert_array_equal(np.concatenate(audio), np.arange(total))
-    assert [hop.final for hop in pipeline.hops] == [False] * (len(audio) - 1) + [True]
 
 
 @pytest.mark.parametrize("what", ["a disk of voices that hangs", "the reading of a long text"])
