@@ -15,11 +15,11 @@ from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
 from cosyvoice_triton.token2wav.serving.requests import read_request
 from cosyvoice_triton.voice.audio import load_audio
+from tritonclient.utils import np_to_triton_dtype
 
 from tests.conftest import ROOT, initialized_model
 from tests.support import fake_triton
 from tests.support.checkpoints import DIT_DIR, LLM_DIR, UNET_DIR
-from tests.support.server_requests import inputs_of, wav_of
 from tests.support.waiting import until
 
 PATHS = {
@@ -185,7 +185,7 @@ def test_a_stream_is_named_by_its_request_id(serve: Callable[..., Any], demo_mod
     """Its audio is that of a sequence. Each request has the voice; the last chunk has no look-ahead."""
     first_id = read_first_speech_id(str(demo_models / LLM_DIR))
     tokens = np.random.default_rng(1).integers(first_id, first_id + 6561, (1, 60), np.int32)
-    voice = wav_of(load_audio(samples.FOLDER / "reference_en.wav", PROMPT_SAMPLE_RATE))
+    voice = {"reference_wav": load_audio(samples.FOLDER / "reference_en.wav", PROMPT_SAMPLE_RATE)[None]}
     chunks = [
         {"target_speech_tokens": tokens[:, begin : end + LOOKAHEAD_TOKENS], **finalize(end == 60)}
         for begin, end in ((0, 15), (15, 40), (40, 60))  # upstream's exponential hops
@@ -193,7 +193,11 @@ def test_a_stream_is_named_by_its_request_id(serve: Callable[..., Any], demo_mod
     with triton.InferenceServerClient(serve().grpc_url) as connection:
 
         def infer(tensors: dict[str, np.ndarray], **identity: Any) -> np.ndarray:
-            return connection.infer(stacks.DIT.token2wav, inputs_of(tensors), **identity).as_numpy("waveform")[0]
+            inputs = [
+                triton.InferInput(name, list(each.shape), np_to_triton_dtype(each.dtype)).set_data_from_numpy(each)
+                for name, each in tensors.items()
+            ]
+            return connection.infer(stacks.DIT.token2wav, inputs, **identity).as_numpy("waveform")[0]
 
         infer({"target_speech_tokens": tokens[:, :0], **finalize(False)} | voice, sequence_id=50, sequence_start=True)
         expected = [infer(part, sequence_id=50, sequence_end=part is chunks[-1]) for part in chunks]
