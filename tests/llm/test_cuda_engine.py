@@ -31,14 +31,17 @@ def weights_of(read):
     return dataclasses.replace(read, sizes=dataclasses.replace(read.sizes, context=256))
 
 
-class Observed(Plain):
-    """Keep the logits of each step."""
+class Observed:
+    """Operations that keep the logits of each step."""
 
-    def __init__(self):
-        self.logits = []
+    def __init__(self, operations):
+        self._operations, self.logits = operations, []
+
+    def __getattr__(self, name):
+        return getattr(self._operations, name)
 
     def head(self, x, weight, eps):
-        self.logits.append(super().head(x, weight, eps))
+        self.logits.append(self._operations.head(x, weight, eps))
         return self.logits[-1]
 
 
@@ -54,12 +57,12 @@ class Scripted(Plain):
 
 
 class Slots:
-    """A decoder, used without a scheduler: a request for each slot, with pages of its own."""
+    """A decoder, used without a scheduler: a request for each slot, with so many pages of its own."""
 
-    def __init__(self, weights, requests, operations=None, prefill=256):
-        self.operations = operations or Observed()
-        self.decoder = Decoder(weights, self.operations, len(requests), 4 * len(requests) + 1, prefill, graphs=False)
-        self.decoder.set_block_tables({slot: range(4 * slot + 1, 4 * slot + 5) for slot in range(len(requests))})
+    def __init__(self, weights, requests, operations=None, prefill=256, pages=4, graphs=False):
+        self.operations, count = operations or Observed(Plain()), len(requests)
+        self.decoder = Decoder(weights, self.operations, count, pages * count + 1, prefill, graphs=graphs)
+        self.decoder.set_block_tables({slot: range(pages * slot + 1, pages * (slot + 1) + 1) for slot in range(count)})
         for slot, request in enumerate(requests):
             ids = request.input_ids[:-1]
             for begin in range(0, len(ids), prefill):

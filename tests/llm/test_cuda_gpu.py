@@ -7,13 +7,13 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from cosyvoice_triton.llm.engines.cuda.decoder import Decoder
-from cosyvoice_triton.llm.engines.cuda.operations import Plain, PromptPiece
+from cosyvoice_triton.llm.engines.cuda.operations import Plain
 from cosyvoice_triton.llm.engines.cuda.weights import Weights
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.profiles import H200
 
+from tests.llm.test_cuda_engine import Observed, Slots
 from tests.support.llm_fixtures import load_engine, request_of, tokens_of
 
 pytestmark = pytest.mark.gpu
@@ -38,30 +38,6 @@ def prompts(weights):
     return [rng.integers(0, weights.sizes.vocab, length) for length in lengths]
 
 
-def started(weights, operations, requests, *, graphs):
-    decoder = Decoder(weights, operations, len(requests), 8 * len(requests) + 1, 512, graphs=graphs)
-    decoder.set_block_tables({slot: range(8 * slot + 1, 8 * slot + 9) for slot in range(len(requests))})
-    for slot, request in enumerate(requests):
-        if len(ids := request.input_ids[:-1]):
-            decoder.prefill([PromptPiece(slot, 0, ids)])
-    decoder.fill_slots(dict(enumerate(requests)))
-    return decoder
-
-
-class Keeping:
-    """Operations that keep the logits of the last step."""
-
-    def __init__(self, operations):
-        self.operations, self.logits = operations, None
-
-    def __getattr__(self, name):
-        return getattr(self.operations, name)
-
-    def head(self, x, weight, eps):
-        self.logits = self.operations.head(x, weight, eps)
-        return self.logits
-
-
 def fused():
     from cosyvoice_triton.llm.engines.cuda.fused_operations import Fused
 
@@ -73,11 +49,11 @@ def test_logits_of_the_kernels_equal_those_of_plain_torch_up_to_rounding(weights
     requests = [GenerationRequest(ids, Sampling(), (0,)) for ids in prompts(weights)]
     exact = Weights.read(llm_dir, tokenizer, torch.device("cuda"), torch.float32)
     found = []
-    for of, operations in ((weights, Keeping(fused())), (exact, Keeping(Plain()))):
-        decoder = started(of, operations, requests, graphs=False)
-        decoder.set_batch(range(rows))
-        decoder.step(rows, 1).columns()
-        found.append(operations.logits[:rows])
+    for of, operations in ((weights, Observed(fused())), (exact, Observed(Plain()))):
+        served = Slots(of, requests, operations, prefill=512, pages=8)
+        served.set_batch(range(rows))
+        served.step()
+        found.append(operations.logits[-1][:rows])
     bounds = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 3e-2}
     error = (found[0] - found[1]).norm() / found[1].norm()
     assert error < bounds[weights.embedding.dtype]
@@ -94,11 +70,11 @@ def test_captured_steps_draw_the_tokens_of_eager_ones(weights):
         kinds.append((Plain(), False))
     answers = []
     for operations, graphs in kinds:
-        decoder = started(weights, operations, requests, graphs=graphs)
+        served = Slots(weights, requests, operations, prefill=512, pages=8, graphs=graphs)
         answers.append([])
         for batch in (range(40), range(5), [39], range(39, 20, -1), range(40)):
-            decoder.set_batch(batch)
-            answers[-1] += decoder.step(len(batch), 8).columns().tolist()
+            served.set_batch(batch)
+            answers[-1] += served.decoder.step(len(batch), 8).columns().tolist()
     assert all(answer == answers[0] for answer in answers)
 
 

@@ -17,13 +17,13 @@ from cosyvoice_triton.orchestrator.judges import LEADING_SILENCE, AudioJudge, Re
 from cosyvoice_triton.orchestrator.report import Events
 from cosyvoice_triton.orchestrator.request import RequestRules
 from cosyvoice_triton.orchestrator.synthesis import SENTENCE_PAUSE
-from cosyvoice_triton.orchestrator.text_stream import Limit, PieceStream
 from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter
 from cosyvoice_triton.voice.audio import at_rate, load_recording
 from cosyvoice_triton.voice.prompt import Prompt
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.orchestrator.test_request import text
 from tests.support.fakes import FakeLM, FakeToken2Wav, FakeToken2WavStream, Step, speech_request
 from tests.support.pipeline import Pipeline
 from tests.support.streams import GOLDEN3
@@ -159,9 +159,7 @@ def test_a_request_that_is_repeatable_is_made_again_only_if_it_asks() -> None:
 
 
 def test_a_text_in_pieces_is_never_made_again() -> None:
-    pieces = PieceStream(Limit("target_text", 100, "characters"), idle_seconds=60)
-    pieces.add("a word", end=True)
-    pipeline, audio, warnings = speak(FakeLM(sum(LOOP, [])), pieces=pieces)  # type: ignore[arg-type]
+    pipeline, audio, warnings = speak(FakeLM(sum(LOOP, [])), pieces=text(pieces="a word", end=True))  # type: ignore[arg-type]
     assert set(audio) == {7} and pipeline.synthesizer.judged["loop", True] == 0
     assert warnings == ["the speech may be wrong, the same speech tokens are repeated: 'a word'"]
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB
 from cosyvoice_triton.errors import UnavailableError
@@ -22,6 +21,7 @@ from cosyvoice_triton.llm.checkpoint import follows_instructions
 from cosyvoice_triton.llm.speech_tokens import COSYVOICE2, LLMTokenizer
 from cosyvoice_triton.text import frontend
 from cosyvoice_triton.text.kana import MISSING
+from cosyvoice_triton.triton_io import origin, read_all, to_response
 from cosyvoice_triton.voice.files import save_pronunciation, save_voice
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -55,15 +55,6 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tokenizer")
     Tokenizer(WordLevel(vocabulary, unk_token="[UNK]")).save(str(directory / "tokenizer.json"))
     return directory
-
-
-def answer(**outputs: np.ndarray) -> InferenceResponse:
-    tensors = [fake_triton.Tensor.from_dlpack(name, torch.from_numpy(array)) for name, array in outputs.items()]
-    return InferenceResponse(tensors)
-
-
-def arrays(request: InferenceRequest) -> dict[str, np.ndarray]:
-    return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
 
 
 @dataclass
@@ -105,25 +96,27 @@ class FakeModels:
                 serve(model, request)
 
     def audio_tokenizer(self, request: InferenceRequest) -> InferenceResponse:
-        assert arrays(request)["reference_wav"].shape[1] == arrays(request)["reference_wav_len"].item()
-        return answer(prompt_speech_tokens=np.arange(FIRST_SPEECH_ID, FIRST_SPEECH_ID + PROMPT, dtype=np.int32)[None])
+        assert read_all(request)["reference_wav"].shape[1] == read_all(request)["reference_wav_len"].item()
+        tokens = np.arange(FIRST_SPEECH_ID, FIRST_SPEECH_ID + PROMPT, dtype=np.int32)
+        return to_response({"prompt_speech_tokens": tokens[None]})
 
     def speaker_embedding(self, request: InferenceRequest) -> InferenceResponse:
-        voice = arrays(request)["reference_wav"].max().round()
-        return answer(prompt_spk_embedding=np.full((1, SPEAKER_DIM), voice, np.float16))
+        voice = read_all(request)["reference_wav"].max().round()
+        return to_response({"prompt_spk_embedding": np.full((1, SPEAKER_DIM), voice, np.float16)})
 
     def llm(self, request: InferenceRequest) -> Iterator[InferenceResponse]:
-        self.llm_requests.append(arrays(request))
+        self.llm_requests.append(read_all(request))
         tokens = range(FIRST_SPEECH_ID, FIRST_SPEECH_ID + self.llm_tokens)
         for token in [*tokens, EOS]:
             time.sleep(self.pause)
-            yield answer(output_ids=np.array([[[token]]], np.int32), sequence_length=np.array([[1]], np.int32))
+            yield to_response(
+                {"output_ids": np.array([[[token]]], np.int32), "sequence_length": np.array([[1]], np.int32)}
+            )
 
     def token2wav(self, request: InferenceRequest) -> InferenceResponse:
-        inputs, sequence = arrays(request), request.correlation_id()
-        start = request.flags() & START
-        end = request.flags() & fake_triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
-        if start:
+        inputs, of = read_all(request), origin(request)
+        sequence = of["correlation_id"]
+        if of["start"]:
             assert sequence not in self.sequences
             self.sequences[sequence] = 0.0
         elif sequence not in self.sequences:  # its end may overtake what was asked before
@@ -131,7 +124,7 @@ class FakeModels:
         if "prompt_spk_embedding" in inputs:
             self.sequences[sequence] = float(inputs["prompt_spk_embedding"][0, 0])
         voice = self.sequences[sequence]
-        if end:
+        if of["end"]:
             del self.sequences[sequence]
             self.ended.append(sequence)
         tokens = inputs["target_speech_tokens"][0] - FIRST_SPEECH_ID
@@ -140,7 +133,7 @@ class FakeModels:
                 return InferenceResponse(error=TritonError("out of memory", TritonError.UNAVAILABLE))
             offset = inputs["token_offset"].item() if "token_offset" in inputs else 0
             tokens = tokens[offset:] if inputs["finalize"].item() else tokens[offset : max(offset, len(tokens) - 3)]
-        return answer(waveform=(1000 * voice + tokens)[None].astype(np.float32))
+        return to_response({"waveform": (1000 * voice + tokens)[None].astype(np.float32)})
 
 
 def client_request(
@@ -358,20 +351,6 @@ def test_a_failing_model_fails_the_request_and_leaves_no_sequence(fault, setting
     assert failure(request)[0] == code and message in failure(request)[1]
     assert len(models.ended) <= 1  # the LLM may fail before one is started
     assert not models.sequences
-
-
-@pytest.mark.parametrize("llm_pause", [0.1, 1.0])
-def test_the_sequence_of_a_client_that_disconnects_is_ended(llm_pause: float, models: FakeModels) -> None:
-    """During generation, and before the first token."""
-    request = client_request()
-    models.pause = llm_pause
-    with models.started() as model:
-        model.execute([request])
-        until(lambda: bool(models.sequences))
-        request.sender.cancelled = True
-        until(lambda: request.sender.final)
-    assert failure(request)[0] == TritonError.CANCELLED
-    assert len(models.ended) == 1 and not models.sequences
 
 
 def test_finalize_ends_live_requests_before_their_connections_and_closes_the_loop_in_any_case(models, monkeypatch):

@@ -16,23 +16,16 @@ from tests.support.fakes import FakeLM, FakeToken2Wav, FakeToken2WavStream, fake
 from tests.support.pipeline import Pipeline, one_by_one, run_until, settle
 
 
-def test_a_place_is_given_up_after_the_llms_request_has_ended() -> None:
+def test_a_place_is_given_up_after_the_llms_request_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever gets the place needs the LLM, too, and it may serve no more requests than there are places."""
     pipeline = Pipeline(FakeLM(*one_by_one(60), asyncio.Event()), token2wav=FakeToken2Wav(failures={0: RuntimeError()}))
-    token2wav, live = pipeline.token2wav, []
+    live, abort = list[int](), FakeToken2WavStream.abort
 
-    def opened(speed: float) -> FakeToken2WavStream:
-        stream = FakeToken2Wav.open(token2wav)
-        abort = stream.abort
+    async def watched(stream: FakeToken2WavStream) -> None:
+        live.append(pipeline.llm.open)
+        await abort(stream)
 
-        async def watched() -> None:
-            live.append(pipeline.llm.open)
-            await abort()
-
-        stream.abort = watched  # type: ignore[method-assign]  # of this stream only
-        return stream
-
-    token2wav.open = opened  # type: ignore[method-assign]  # the same
+    monkeypatch.setattr(FakeToken2WavStream, "abort", watched)
     with pytest.raises(RuntimeError):
         pipeline.run()
     assert live == [0]

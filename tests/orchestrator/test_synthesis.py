@@ -12,15 +12,13 @@ from cosyvoice_triton.audible import SilenceTrimmer
 from cosyvoice_triton.constants import SAMPLE_RATE, SPEAKER_DIM
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
-from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.orchestrator.length import FASTEST, SLOWEST, fitting_speed, misfit
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
-from cosyvoice_triton.orchestrator.text_stream import Limit, PieceStream
 from cosyvoice_triton.text.markup import without_duration
 from cosyvoice_triton.voice.mix import Mix
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 
-from tests.orchestrator.test_request import check
+from tests.orchestrator.test_request import check, text
 from tests.support.fakes import (
     PROMPT_TOKENS,
     FakeLM,
@@ -31,15 +29,6 @@ from tests.support.fakes import (
     fake_prompt,
 )
 from tests.support.pipeline import FakeVoices, Pipeline, Speak, one_by_one, run_until, speech_request
-
-
-@pytest.mark.parametrize("strategy", ["exponential", "equal", "time_based"])
-@pytest.mark.parametrize("total", [1, 2, 17, 18, 100, 333])
-def test_every_token_is_rendered_once_and_in_order(strategy: str, total: int) -> None:
-    pipeline = Pipeline(FakeLM(*one_by_one(total)), rules=HopRules(strategy=strategy))
-    audio = pipeline.run()
-    np.testing.assert_array_equal(np.concatenate(audio), np.arange(total))
-    assert [hop.final for hop in pipeline.hops] == [False] * (len(audio) - 1) + [True]
 
 
 @pytest.mark.parametrize("what", ["a disk of voices that hangs", "the reading of a long text"])
@@ -273,9 +262,7 @@ async def test_cancelling_frees_everything_at_every_stage(stage: str) -> None:
 
 async def test_the_first_hop_is_short_where_the_second_chunks_of_streams_before_came_soon() -> None:
     pipeline = Pipeline(FakeLM(*one_by_one(60)))
-    text = PieceStream(Limit("target_text", 100, "characters"), idle_seconds=60)
-    text.add("hello", end=True)
-    seeded = speech_request()
+    seeded, pieces = speech_request(), text(pieces="hello", end=True)
     request = dataclasses.replace(seeded, sampling=Sampling())
 
     async def chunks(request: SynthesisRequest) -> list[int]:
@@ -286,7 +273,7 @@ async def test_the_first_hop_is_short_where_the_second_chunks_of_streams_before_
             assert await chunks(request) == [15, 30, 15]
         assert await chunks(request) == [10, 15, 30, 5]
         greedy = dataclasses.replace(request, sampling=Sampling(temperature=0.0))
-        other_kinds: tuple[dict[str, Any], ...] = ({"speed": 1.5}, {"played": False}, {"pieces": text})
+        other_kinds: tuple[dict[str, Any], ...] = ({"speed": 1.5}, {"played": False}, {"pieces": pieces})
         others = [seeded, greedy, *(dataclasses.replace(request, **kind) for kind in other_kinds)]
         assert [(await chunks(other))[0] for other in others] == [15] * 5
         assert await chunks(request) == [10, 15, 30, 5]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import tritonclient.grpc as triton
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.client import grpc_client
 from cosyvoice_triton.client.answer import SpeechResult
@@ -14,7 +13,6 @@ from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.monitoring import metrics
 from cosyvoice_triton.server.rendering import settings_of
 from google.protobuf import json_format
-from tritonclient.utils import np_to_triton_dtype
 
 MODELS = {stack.name: stack.orchestrator for stack in stacks.BUILT_IN}
 STACKS = (stacks.DIT.name, stacks.UNET.name)
@@ -35,32 +33,6 @@ def assert_speech(speech: SpeechResult) -> None:
     assert np.isfinite(speech.waveform).all() and np.abs(speech.waveform).max() > 0
     assert np.abs(speech.waveform).max() <= 1.0
     assert speech.seconds > 0.1
-
-
-def text_array(text: str) -> np.ndarray:
-    return np.array([[text.encode()]], dtype=np.object_)
-
-
-def request_arrays(wav: np.ndarray) -> dict[str, np.ndarray]:
-    """The tensors of a valid request, for tests that change one of them."""
-    return {
-        "reference_wav": wav[None],
-        "reference_wav_len": np.array([[wav.size]], np.int32),
-        "reference_text": text_array(VOICE_TEXT),
-        "target_text": text_array(TEXT),
-    }
-
-
-def inputs_of(arrays: dict[str, np.ndarray]) -> list[triton.InferInput]:
-    inputs = []
-    for name, array in arrays.items():
-        inputs.append(triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
-        inputs[-1].set_data_from_numpy(array)
-    return inputs
-
-
-def wav_of(values: np.ndarray) -> dict[str, np.ndarray]:
-    return {"reference_wav": values[None], "reference_wav_len": np.array([[values.size]], np.int32)}
 
 
 def cancelled_requests(server: Any) -> int:

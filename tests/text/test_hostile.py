@@ -64,6 +64,8 @@ HOSTILE = {
     "cues": "00:00:01,000 --> 00:00:02,000\n",
     "units with per": "5kg/m³/",
     "masks": "138****",
+    "pictures, quotes and code": "![> `~~",
+    "accents and blanks": "é" + " " * 99,
 }
 CHARS = 1_000
 

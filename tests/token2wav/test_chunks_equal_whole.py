@@ -26,7 +26,6 @@ from cosyvoice_triton.networks.flow.checkpoint import ROTARY_KEY
 from cosyvoice_triton.networks.hift import load_causal_hift, split_weight_norm
 from cosyvoice_triton.networks.hift.causal import WITHHELD_FRAMES
 from cosyvoice_triton.token2wav.engine import Token2Wav
-from cosyvoice_triton.token2wav.flow.encoder_window import with_ahead
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 from cosyvoice_triton.token2wav.gpu.precision import Precision
@@ -64,35 +63,19 @@ def dit_reference(network: DiTFlow, voice: Prompt, tokens: np.ndarray, ends: lis
     return torch.cat(mels, dim=1)
 
 
-def unet_reference(network: UNetFlow, voice: Prompt, tokens: np.ndarray, _: list[int], steps: int) -> Tensor:
-    """The utterance at once under the training masks."""
-    noise = NOISE.read(0, TOKEN_MEL_RATIO * (len(voice.tokens) + len(tokens))).T[None]
-    options: dict[str, Any] = {"noise": noise, "streaming": True, "final": True, "steps": steps}
-    return window_flow.inference(network, torch.from_numpy(tokens)[None], *tensors(voice), **options)[0]
-
-
-def cosyvoice3_reference(
-    network: CosyVoice3Flow, voice: Prompt, tokens: np.ndarray, _: list[int], steps: int, seen: Tensor | None = None
+def window_reference(
+    network: UNetFlow | CosyVoice3Flow, voice: Prompt, tokens: np.ndarray, _: list[int], steps: int, **seen: Tensor
 ) -> Tensor:
-    """The utterance at once under the network's own mask, or under `seen` (1, T, T)."""
-    row = np.concatenate([voice.tokens, tokens])
-    mu = network.encode_window(torch.from_numpy(with_ahead(row, len(row)).copy())[None], torch.zeros(1)).transpose(1, 2)
-    valid = (torch.ones(1, 1, mu.shape[2]).bool() if seen is None else seen).repeat(network.decoder.rows, 1, 1)
-    mel = network.decoder.solve(
-        lambda _, *inputs: network.decoder.estimator(*inputs, valid=valid, streaming=seen is None),
-        NOISE.read(0, mu.shape[2]).T[None],  # (T, C) -> (1, C, T)
-        mu,
-        network.project_speaker(torch.from_numpy(voice.embedding)[None]),
-        network.prompt_condition(torch.from_numpy(voice.mel)[None], mu.shape[2]),
-        steps,
-    )
-    return mel[0, :, TOKEN_MEL_RATIO * len(voice.tokens) :]
+    """The utterance at once under the training masks, or under `seen` (1, T, T)."""
+    noise = NOISE.read(0, TOKEN_MEL_RATIO * (len(voice.tokens) + len(tokens))).T[None]  # (T, C) -> (1, C, T)
+    options: dict[str, Any] = {"noise": noise, "streaming": True, "final": True, "steps": steps, **seen}
+    return window_flow.inference(network, torch.from_numpy(tokens)[None], *tensors(voice), **options)[0]
 
 
 REFERENCES: dict[str, Callable[..., Tensor]] = {
     "dit": dit_reference,
-    "unet": unet_reference,
-    "cosyvoice3": cosyvoice3_reference,
+    "unet": window_reference,
+    "cosyvoice3": window_reference,
 }
 
 
@@ -152,7 +135,7 @@ def test_chunks_that_end_elsewhere_leave_nothing_behind_that_later_ones_would_se
     """What is rendered of a chunk of the mask before it is whole differs, what comes after it does not."""
     flow, voice, tokens = cosyvoice3._flow, prompt(0, tokens=13), ids(0, 80)
     streamed = mel(flow, voice, tokens, [5, 9, 4, 3, 30, 2, 17])
-    expected = cosyvoice3_reference(flow._network, voice, tokens, [], flow._steps)
+    expected = window_reference(flow._network, voice, tokens, [], flow._steps)
     last = TOKEN_MEL_RATIO * 70  # tokens are rendered before the final chunk
     assert (streamed - expected)[:, : TOKEN_MEL_RATIO * 5].abs().max() > 0.01
     torch.testing.assert_close(streamed[:, last:], expected[:, last:], atol=1e-4, rtol=0)
@@ -175,7 +158,7 @@ def test_a_long_stream_attends_to_its_prompt_and_the_most_recent_frames_only(cos
         row.append(chunk.computed)
         begin = end
     assert row[1:-1] == [25, 50, 50]
-    expected = cosyvoice3_reference(cosyvoice3_network, voice, tokens, [], 1, seen[None])
+    expected = window_reference(cosyvoice3_network, voice, tokens, [], 1, seen=seen[None])
     torch.testing.assert_close(torch.cat(mels, dim=1), expected, atol=1e-4, rtol=0)
 
 

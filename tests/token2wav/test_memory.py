@@ -312,10 +312,6 @@ def test_a_containers_memory_counts_not_the_machines(tmp_path: Path, monkeypatch
     assert voices_on_host(networks, sizes) == 20 * GIB - networks.weights - networks.streams(2)
 
 
-def limits_of(stack: str, **values: int) -> BatchLimits:
-    return BatchLimits(chunk_boundary=stacks.named(stack).chunk_boundary, **values)
-
-
 # Of every function that a stack may have graphs of: their lengths, and the most of a batch.
 FUNCTIONS = {
     "encoder": ("window_tokens", ENCODER_TOKENS),
@@ -357,16 +353,17 @@ def test_graphs_for_starts_take_an_eighth_of_the_others_or_hold_one_chunk(first_
 @pytest.mark.parametrize(("first_hop", "max_hop"), [(15, 100), (5, 50), (30, 200), (15, 25)])
 def test_both_lanes_have_graphs_for_every_chunk_that_the_schedule_can_make(stack, first_hop, max_hop, strategy):
     """First chunks of a text for the one; all chunks of all of its segments for the other, in voices of any length."""
-    limits = limits_of(stack, first_hop_tokens=first_hop, max_hop_tokens=max_hop)
+    boundary = stacks.named(stack).chunk_boundary
+    limits = BatchLimits(chunk_boundary=boundary, first_hop_tokens=first_hop, max_hop_tokens=max_hop)
     longest = [{name: max(T for B, T in sizes if B == 1) for name, sizes in graph_sizes(of).items()}
                for of in limits.of_each_worker]  # fmt: skip
-    rules = HopRules(strategy=strategy, first_hop=first_hop, max_hop=max_hop, boundary=limits.chunk_boundary)
+    rules = HopRules(strategy=strategy, first_hop=first_hop, max_hop=max_hop, boundary=boundary)
     firsts, seconds = (1, first_hop + 2, 3 * first_hop, 900), (*range(1, 40), *range(40, 260, 7))
     for prompt, silent, *ends in product((0, 3, 26, MAX_PROMPT_TOKENS), (0, ONSET_TOKENS), firsts, seconds):
         schedule = rules.schedule(prompt, lambda: 0.0, silent=silent)
         for segment, tokens in enumerate(ends):
             while (hop := schedule.next_hop(tokens, ended=True)) is not None:
-                needed = lengths(prompt, hop.offset, hop.length, limits.chunk_boundary)
+                needed = lengths(prompt, hop.offset, hop.length, boundary)
                 starts = hop.offset == 0 and hop.length <= limits.first_chunk_tokens
                 assert starts or segment or hop.offset
                 for worker in (CHUNK_WORKER, FIRST_CHUNK_WORKER) if starts else (CHUNK_WORKER,):

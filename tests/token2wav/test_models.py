@@ -15,11 +15,11 @@ from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
 from cosyvoice_triton.token2wav.serving.requests import read_request
 from cosyvoice_triton.voice.audio import load_audio
+from tritonclient.utils import np_to_triton_dtype
 
 from tests.conftest import ROOT, initialized_model
 from tests.support import fake_triton
 from tests.support.checkpoints import DIT_DIR, LLM_DIR, UNET_DIR
-from tests.support.server_requests import inputs_of, wav_of
 from tests.support.waiting import until
 
 PATHS = {
@@ -180,43 +180,28 @@ def test_the_ids_and_flags_of_a_request_name_its_stream(identity, tensors, strea
     assert (request.stream_id, request.start, request.end) == (stream_id, start, end)
 
 
-HOPS = ((0, 15), (15, 40), (40, 60))  # upstream's exponential ones of 60 tokens
-
-
-def chunk(tokens: np.ndarray, begin: int, end: int) -> dict[str, np.ndarray]:
-    """The tensors of a chunk without a voice; the last one has no look-ahead."""
-    ids = tokens[None, begin : end + LOOKAHEAD_TOKENS]
-    return {"target_speech_tokens": ids, "finalize": np.array([[end == len(tokens)]])}
-
-
 @pytest.mark.server
-def test_streams_are_named_by_their_request_ids(serve: Callable[..., Any], demo_models: Path) -> None:
-    """Two of them take turns, beside two sequences whose correlation ids are the same numbers."""
+def test_a_stream_is_named_by_its_request_id(serve: Callable[..., Any], demo_models: Path) -> None:
+    """Its audio is that of a sequence. Each request has the voice; the last chunk has no look-ahead."""
     first_id = read_first_speech_id(str(demo_models / LLM_DIR))
-    utterances = np.random.default_rng(1).integers(first_id, first_id + 6561, (2, 60), np.int32)
-    chunks = [[chunk(tokens, *hop) for hop in HOPS] for tokens in utterances]
-    recordings = (samples.FOLDER / f"reference_{language}.wav" for language in ("en", "zh"))
-    voices = [wav_of(load_audio(path, PROMPT_SAMPLE_RATE)) for path in recordings]
-    opening = {"target_speech_tokens": utterances[:1, :0], "finalize": np.array([[False]])}
+    tokens = np.random.default_rng(1).integers(first_id, first_id + 6561, (1, 60), np.int32)
+    voice = {"reference_wav": load_audio(samples.FOLDER / "reference_en.wav", PROMPT_SAMPLE_RATE)[None]}
+    chunks = [
+        {"target_speech_tokens": tokens[:, begin : end + LOOKAHEAD_TOKENS], **finalize(end == 60)}
+        for begin, end in ((0, 15), (15, 40), (40, 60))  # upstream's exponential hops
+    ]
     with triton.InferenceServerClient(serve().grpc_url) as connection:
 
         def infer(tensors: dict[str, np.ndarray], **identity: Any) -> np.ndarray:
-            return connection.infer(stacks.DIT.token2wav, inputs_of(tensors), **identity).as_numpy("waveform")[0]
+            inputs = [
+                triton.InferInput(name, list(each.shape), np_to_triton_dtype(each.dtype)).set_data_from_numpy(each)
+                for name, each in tensors.items()
+            ]
+            return connection.infer(stacks.DIT.token2wav, inputs, **identity).as_numpy("waveform")[0]
 
-        expected = []
-        for number, voice, parts in zip((50, 51), voices, chunks, strict=True):
-            infer(opening | voice, sequence_id=number, sequence_start=True)
-            last = len(parts) - 1
-            expected.append(
-                [infer(part, sequence_id=number, sequence_end=index == last) for index, part in enumerate(parts)]
-            )
-        for number, voice in enumerate(voices, 1):
-            infer(opening | voice, sequence_id=number, sequence_start=True)
-        for position in range(len(HOPS)):
-            for number, (voice, parts) in enumerate(zip(voices, chunks, strict=True)):
-                audio = infer(parts[position] | voice, request_id=f"{number + 1}", priority=position + 1)
-                np.testing.assert_allclose(audio, expected[number][position], atol=1e-5)
-        for number in (1, 2):
-            infer(opening, sequence_id=number, sequence_end=True)
-    assert [sum(map(len, audio)) for audio in expected] == [60 * 960] * 2
-    assert not np.array_equal(expected[0][1], expected[1][1])
+        infer({"target_speech_tokens": tokens[:, :0], **finalize(False)} | voice, sequence_id=50, sequence_start=True)
+        expected = [infer(part, sequence_id=50, sequence_end=part is chunks[-1]) for part in chunks]
+        for position, (part, audio) in enumerate(zip(chunks, expected, strict=True), 1):
+            found = infer(part | voice, request_id="1", priority=position)
+            np.testing.assert_allclose(found, audio, atol=1e-5)
+    assert sum(map(len, expected)) == 60 * 960

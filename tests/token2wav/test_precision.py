@@ -35,6 +35,8 @@ from tests.support.streams import ids, mel, overflowing, pieces, prompt, saved
 
 FLOAT32, HALF = Precision(torch.float32, torch.float32), Precision(torch.float16, torch.float16)
 BFLOAT16_FLOW = Precision(torch.bfloat16, torch.float32)
+AUTO_HALF = replace(HALF, automatic=frozenset({"flow", "vocoder"}))
+LIMITED: dict[str, Any] = {"limits": BatchLimits(max_streams=2), "steps": 2}
 WITHOUT, WITH = {"avx512_bf16": False, "amx_bf16": False, "avx2": True}, {"avx512_bf16": True, "avx512_f": True}
 
 
@@ -67,10 +69,11 @@ def test_bfloat16_is_refused_on_a_gpu_that_does_not_compute_in_it(monkeypatch, f
 
 
 def checked(directory: Path, precision: Precision, stack: Stack = stacks.DIT) -> Precision:
-    return precision.checked(stack, directory, "cpu", limits=BatchLimits(max_streams=2), steps=2)
+    return precision.checked(stack, directory, "cpu", **LIMITED)
 
 
-AUTO_HALF = replace(HALF, automatic=frozenset({"flow", "vocoder"}))
+def engine(stack: Stack, directory: Path, precision: Precision, **options: Any) -> Token2Wav:
+    return Token2Wav.load(stack, directory, device="cpu", precision=precision, **LIMITED, **options)
 
 
 def test_what_has_passed_is_compared_again_only_if_what_it_depends_on_changes(
@@ -79,7 +82,7 @@ def test_what_has_passed_is_compared_again_only_if_what_it_depends_on_changes(
     """A start-up waits seconds for it. A warning is repeated at every start."""
     caplog.set_level(logging.INFO)
     directory = saved(tmp_path, dit_network, vocoder._network)
-    given: dict[str, Any] = {"limits": BatchLimits(max_streams=2), "steps": 2, "notes": tmp_path / "notes"}
+    given = LIMITED | {"notes": tmp_path / "notes"}
 
     def compared(asked: Precision = AUTO_HALF, stack: Stack = stacks.DIT, **others: Any) -> int:
         caplog.clear()
@@ -141,9 +144,9 @@ def test_a_checkpoint_that_speaks_no_numbers_does_not_load(file, precision, tmp_
     flow, hift = copy.deepcopy(dit_network), copy.deepcopy(vocoder._network)
     bias: Any = flow.decoder.estimator.final_layer.linear.bias if file == "flow.pt" else hift.conv_pre.bias
     bias[:2] = torch.tensor([3e38, -3e38])
-    directory, limits = saved(tmp_path, flow, hift), BatchLimits(max_streams=2)
+    directory = saved(tmp_path, flow, hift)
     with pytest.raises(ValueError, match=rf"checkpoint .*{file}: .* not finite"):
-        Token2Wav.load(stacks.DIT, directory, device="cpu", limits=limits, precision=precision, steps=2).warm_up()
+        engine(stacks.DIT, directory, precision).warm_up()
 
 
 @pytest.mark.parametrize(("file", "tensor"), [("flow.pt", "encoder_proj.bias"), ("hift.pt", "conv_post.bias")])
@@ -152,9 +155,8 @@ def test_a_checkpoint_with_weights_that_are_no_numbers_is_named(file, tensor, tm
     state = torch.load(tmp_path / file)
     state[tensor][0] = torch.nan
     torch.save(state, tmp_path / file)
-    limits = BatchLimits(max_streams=2)
     with pytest.raises(ValueError, match=rf"{file} has values that are not finite in '{tensor}'"):
-        Token2Wav.load(stacks.DIT, tmp_path, device="cpu", limits=limits, precision=FLOAT32, steps=2)
+        engine(stacks.DIT, tmp_path, FLOAT32)
 
 
 ERROR = 1e-3  # RMS, relative to the mel's: twice what is found; a network's format may have 5e-2 (gpu/precision.py)
@@ -195,14 +197,10 @@ def test_what_is_not_finite_is_seen_and_made_again_in_eight_bits(flows, tmp_path
 
 
 def test_eight_bits_are_refused_for_a_flow_that_keeps_no_keys_and_values() -> None:
-    limits, float32 = BatchLimits(max_streams=1), Precision(torch.float32, torch.float32)
-    load = partial(Token2Wav.load, stacks.UNET, TRAINED / stacks.UNET.checkpoint, device="cpu", limits=limits)
     with pytest.raises(ValueError, match="kv_cache_dtype 'int8': the flow of the stack 'unet' keeps no keys and val"):
-        load(precision=float32, kv_cache_dtype="int8")
+        engine(stacks.UNET, TRAINED / stacks.UNET.checkpoint, FLOAT32, kv_cache_dtype="int8")
 
 
-AUTO = Precision(torch.float16, torch.float16, frozenset({"flow", "vocoder"}))
-TWO_STREAMS = BatchLimits(max_streams=2)
 # Whose output joins the residual stream first.
 FIRST = {
     "dit": "decoder.estimator.blocks.0.attn.proj",
@@ -250,17 +248,13 @@ def tiny_alphas(state: State) -> None:
         state[key][::3] = 1.6e-6
 
 
-def engine(stack: Stack, directory: Path, precision: Precision) -> Token2Wav:
-    return Token2Wav.load(stack, directory, device="cpu", limits=TWO_STREAMS, precision=precision, steps=2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("stack", [stacks.DIT, stacks.UNET, stacks.COSYVOICE3], ids=lambda stack: stack.name)
 def test_a_stack_speaks_with_trapped_weights_in_the_fastest_format_that_holds(stack, checkpoint, caplog) -> None:
     directory = checkpoint(stack)
 
     def in_more_bits() -> float:
-        served, exact = (engine(stack, directory, each) for each in (AUTO, FLOAT32))
+        served, exact = (engine(stack, directory, each) for each in (AUTO_HALF, FLOAT32))
         voice = prompt(3, 40)
         voice = replace(voice, embedding=np.resize(voice.embedding, exact.sample()[0].embedding.shape))
         audio, wanted = (each.whole(voice, ids(4, 20)) for each in (served, exact))
@@ -286,4 +280,4 @@ def test_the_check_at_load_hears_a_real_prompt(checkpoint) -> None:
         state[key][:, 3 * MEL_BINS :] *= 2.0**16
 
     change(directory / stack.flow, of_the_prompts_mel)
-    assert AUTO.checked(stack, directory, "cpu", limits=TWO_STREAMS, steps=2).flow == torch.bfloat16
+    assert checked(directory, AUTO_HALF).flow == torch.bfloat16

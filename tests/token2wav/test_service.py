@@ -262,15 +262,6 @@ class Table:
         return self.ask(name).first.audio_left is not None
 
 
-def test_streams_that_ended_long_ago_are_forgotten() -> None:
-    table = Table()
-    for name in ("a", "b", "c", "d"):
-        table.end(table.ask(name))
-        table.now += 1
-    table.sessions.expire(before=2.0)
-    assert [table.remembers(name) for name in ("a", "b", "c", "d")] == [False, False, True, True]
-
-
 def test_a_stream_whose_next_segment_came_early_is_remembered_from_its_last_end_on() -> None:
     table = Table()
     session = table.ask("a")

@@ -59,22 +59,6 @@ def test_the_wait_of_chunks_is_counted_by_the_services_clock(service, client, en
     assert service.stats()[metrics.WAITED] == pytest.approx(0.5)
 
 
-def test_first_chunks_are_rendered_first_then_those_of_listeners_who_run_out_of_audio_first(
-    service, client, engine, clock
-):
-    client.start(1, [1] * 50)  # 2 s of audio from now on
-    clock.now += 0.5
-    client.start(2, [2] * 5)  # 0.2 s from now on: falls silent first
-    engine.batches.clear()
-    waiting = queue_behind_a_running_chunk(client, engine, {})
-    client.start(3)
-    waiting += [client.post(1, [1], final=False), client.post(2, [2] * 2, final=False)]
-    waiting.append(client.post(3, [3] * 4, final=False))
-    engine.gate.set()
-    assert answered(waiting)
-    assert engine.batches == [[40], [3, 2, 1]]
-
-
 def other_voice(number):
     return replace(PROMPT, embedding=np.full(SPEAKER_DIM, number, np.float32))
 

@@ -101,18 +101,6 @@ def crowd(client, engine):
     return [held, *replies]
 
 
-def test_while_a_crowd_waits_first_chunks_are_gathered(client, engine, crowd):
-    firsts = [client.post(stream, [stream], final=False, **NEW) for stream in range(20, 27)]
-    until(lambda: client.service.stats()[QUEUED] == 23)
-    until(lambda: client.service._gathering)
-    assert engine.starts == []
-    firsts.append(client.post(27, [27], final=False, **NEW))
-    assert [value(each) for each in firsts] == list(range(20, 28))
-    assert engine.starts == [list(range(20, 28))] and engine.batches == []
-    engine.gate.set()
-    assert [value(each) for each in crowd] == [90, *range(50, 66)]
-
-
 def test_a_first_chunk_waits_no_longer_than_is_set_for_others(client, engine, crowd, clock, monkeypatch):
     monkeypatch.setattr("cosyvoice_triton.token2wav.serving.service.REAP_SECONDS", 1000.0)
     first = client.post(20, [20], final=False, **NEW)

@@ -197,7 +197,7 @@ async def test_a_caller_that_is_cancelled_when_it_gets_its_slot_gives_it_back() 
 
 
 def answer_of(number: int) -> InferenceResponse:
-    return triton_io.to_response({"y": np.array([number])})
+    return answer(y=np.array([number]))
 
 
 def read(**inputs: np.ndarray) -> list[int]:
@@ -221,7 +221,7 @@ def test_inputs_and_parameters_arrive_and_each_response_is_returned(triton_grpc,
     seen = []
 
     def callee(request: InferenceRequest) -> Iterator[InferenceResponse]:
-        seen.append(({tensor.name(): tensor.as_numpy() for tensor in request.inputs()}, triton_io.parameters(request)))
+        seen.append((triton_io.read_all(request), triton_io.parameters(request)))
         yield from map(answer_of, range(3))
 
     triton_models["m"] = callee

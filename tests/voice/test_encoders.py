@@ -16,7 +16,7 @@ from cosyvoice_triton.constants import OFFICIAL_FIRST_SPEECH_ID, PROMPT_SAMPLE_R
 from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
 from cosyvoice_triton.runtimes import tensorrt
 from cosyvoice_triton.runtimes.signatures import speaker
-from cosyvoice_triton.voice import audio, features
+from cosyvoice_triton.voice import features
 from cosyvoice_triton.voice.audio import load_audio
 from cosyvoice_triton.voice.encoders import AudioTokenizer, ReferenceEncoder, SpeakerEncoder
 from cosyvoice_triton.voice.prompt import Recording
@@ -29,7 +29,7 @@ from tests.support.checkpoints import DIT_DIR, LLM_DIR, UNET_DIR
 
 
 def references() -> list[np.ndarray]:
-    return [audio.load_audio(samples.FOLDER / f"reference_{name}.wav", PROMPT_SAMPLE_RATE) for name in ("en", "zh")]
+    return [load_audio(samples.FOLDER / f"reference_{name}.wav", PROMPT_SAMPLE_RATE) for name in ("en", "zh")]
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def ids_of(s3: Any, model: Any, waves: list[np.ndarray]) -> list[np.ndarray]:
 
 def recordings(seconds: float) -> list[np.ndarray]:
     """Speech of different lengths, the longest of `seconds`."""
-    english, chinese = (audio.load_audio(path, PROMPT_SAMPLE_RATE) for path in sorted(samples.FOLDER.glob("*.wav"))[:2])
+    english, chinese = references()
     long = np.tile(np.concatenate([english, chinese]), 4)[: int(seconds * PROMPT_SAMPLE_RATE)]
     return [long, english[:8_000], chinese, english[2_001:40_004]]
 
@@ -196,7 +196,7 @@ def models(demo_models: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def recording() -> np.ndarray:
-    return load_audio(samples.FOLDER / "reference_en.wav", PROMPT_SAMPLE_RATE)[None]  # (1, T)
+    return references()[0][None]  # (1, T)
 
 
 def request(wav: np.ndarray, length: int | None = None) -> fake_triton.InferenceRequest:

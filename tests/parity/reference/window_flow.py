@@ -22,20 +22,22 @@ def inference(
     streaming: bool,
     final: bool,
     steps: int = EULER_STEPS,
+    seen: Tensor | None = None,
 ) -> Tensor:
     """Mel of the target tokens.
 
     token (B, N), prompt_token (B, P), prompt_feat (B, 2P, mel), embedding (B, speaker_dim), noise (1 or B, mel, at
     least as many frames as prompt and target) -> mel (B, mel, 2N), or (B, mel, 2 (N - 3)) unless `final`, since the
     last 3 tokens are then look-ahead only. `streaming` limits attention to 25-token chunks and all before them, counted
-    from the prompt's start: what is computed up to the end of a chunk does not change with later tokens.
+    from the prompt's start: what is computed up to the end of a chunk does not change with later tokens. `seen`
+    (1, T, T) is the frames that each frame attends to instead.
     """
     mu = encode(flow, torch.cat([prompt_token, token], dim=1), streaming=streaming, final=final)
     B, _, T = mu.shape
-    valid = valid_frames(torch.full((flow.decoder.rows * B,), T, device=mu.device), T)
-    estimator = flow.decoder.estimator
+    rows, estimator = flow.decoder.rows * B, flow.decoder.estimator
+    valid = valid_frames(torch.full((rows,), T, device=mu.device), T) if seen is None else seen.expand(rows, -1, -1)
     mel = flow.decoder.solve(
-        lambda _, *rows: estimator(*rows, valid=valid, streaming=streaming),
+        lambda _, *inputs: estimator(*inputs, valid=valid, streaming=streaming and seen is None),
         noise[:, :, :T],
         mu,
         flow.project_speaker(embedding),
