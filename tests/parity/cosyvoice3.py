@@ -11,6 +11,7 @@ from cosyvoice_triton.networks.flow.config import CosyVoice3FlowConfig
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.hift import CausalHiFTGenerator, HiFTConfig, build_causal_hift, fuse_weight_norm
 from cosyvoice_triton.networks.hift.causal import F0_LOOKAHEAD, PRE_LOOKAHEAD, Contexts
+from cosyvoice_triton.networks.hift.generator import stft
 from cosyvoice_triton.orchestrator.token_buffer import MAX_SILENT_TOKENS, SilenceFilter
 from cosyvoice_triton.token2wav.gpu.noise import (
     FLOW_NOISE_FRAMES,
@@ -86,7 +87,7 @@ class _WholeVocoder:
         return speech[:, : self.hift.config.hop * (frames if final else frames - 1)]
 
     def calls(self) -> Results:
-        return vocoder_calls(self._fixture, self._call)
+        return vocoder_calls(self._fixture, self.hift, self._call)
 
     def _call(self, text: str, inputs: list[Tensor]) -> dict[str, Tensor]:
         final, gain = "finalize=False" not in text, 0.0 if "noise table all zero" in text else 1.0
@@ -104,9 +105,21 @@ def tiny_vocoder(fixture: Fixture, file: str | None = None) -> CausalHiFTGenerat
     return build_causal_hift(HiFTConfig.from_shapes(shapes_of(state)), state)
 
 
+def check_vocoder(fixture: Fixture) -> Results:
+    vocoder = _WholeVocoder(fixture, tiny_vocoder(fixture))
+    yield from vocoder.calls()
+    hift, mel = vocoder.hift, fixture["in/mel"]
+    waves, _ = hift.m_source.sines(vocoder.f0(mel, True), vocoder.noise(mel.shape[2] * hift.config.hop))
+    yield from ((key, waves[:, : fixture[key].shape[1]]) for key in fixture.keys if key.startswith("mid/sine_waves_"))
+    for key in fixture.keys:
+        if key.startswith("mid/decode/s_stft"):
+            columns = stft(fixture["in/decode_source"][:, 0], hift.stft_window, hift.config.istft_hop)
+            yield key, columns[..., : fixture[key].shape[2]]
+
+
 def check_full_size_vocoder(fixture: Fixture) -> Results:
     built = build_causal_hift(HiFTConfig(), official_state(fixture, CausalHiFTGenerator(HiFTConfig())))
-    return _WholeVocoder(fixture, built).calls()
+    yield from _WholeVocoder(fixture, built).calls()
 
 
 def check_tables(fixture: Fixture) -> Results:
@@ -182,7 +195,7 @@ CHECKS: dict[str, Check] = {
     "item1b_cosyvoice3_dit": lambda fixture: estimator_calls(fixture, build(fixture).decoder.estimator),
     "item2_cosyvoice3_cfm_solve": lambda fixture: solve_calls(fixture, build(fixture).decoder),
     "item3_cosyvoice3_flow_inference": lambda fixture: flow_calls(fixture, build(fixture)),
-    "item4_cosyvoice3_hift": lambda fixture: _WholeVocoder(fixture, tiny_vocoder(fixture)).calls(),
+    "item4_cosyvoice3_hift": check_vocoder,
     "item4b_cosyvoice3_noise_tables": check_tables,
     "item5b_cosyvoice3_silent_tokens": check_silence,
     "item6a_cosyvoice3_streaming_cli": check_streaming,

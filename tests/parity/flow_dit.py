@@ -21,6 +21,7 @@ from tests.parity.flow_unet import estimator_calls
 from tests.parity.reference import dit_flow as reference
 from tests.parity.reference.encoder import EncoderStream, encode_whole
 from tests.parity.served import ServedFlow, caches_of, prompt_of
+from tests.parity.tracing import evaluate, recorded
 
 Results = Iterator[tuple[str, Tensor]]
 
@@ -29,17 +30,6 @@ def build(fixture: Fixture, file: str | None = None) -> DiTFlow:
     """The flow in a weights file of the fixture."""
     state = fixture.weights(file)
     return load_strict(DiTFlow(DiTFlowConfig.from_shapes(shapes_of(state))), state, "cpu", torch.float32)
-
-
-def evaluate(fixture: Fixture, expression: str) -> Tensor:
-    """`in/token`, `in/token[:, 0:18]`, `in/token[:, :3]` or `cat(..., ...)` of such, joined over the second axis."""
-    if match := re.fullmatch(r"\s*cat\((.*)\)\s*", expression):
-        return torch.cat([evaluate(fixture, part) for part in re.split(r",(?![^\[]*\])", match[1])], dim=1)
-    match = re.fullmatch(r"\s*(in/\w+)(?:\[:,\s*(\d*):(\d*)\])?\s*", expression)
-    if match is None:
-        raise ValueError(f"{fixture.name}: cannot read the expression {expression!r}")
-    name, start, stop = match.groups()
-    return fixture[name][:, slice(int(start) if start else None, int(stop) if stop else None)]
 
 
 def check_encoder(fixture: Fixture) -> Results:
@@ -103,14 +93,18 @@ def check_offline_flow(fixture: Fixture) -> Results:
         inputs = [fixture[f"in/{name}"][: call["batch"]] for name in names]
         noise = fixture[call["noise"]]
         fixture.computed_by = "reference"
-        mel = reference.inference(network, *inputs, noise=noise)
+        with recorded(network.encoder_proj, "forward") as projected:
+            mel = reference.inference(network, *inputs, noise=noise)
+        mu = projected[0]
         for row, (token, count, feat, frames, embedding) in enumerate(zip(*inputs, strict=True)):
             if count == len(token):
                 served = ServedFlow(fixture, network, noise[row : row + 1])
                 prompt = prompt_of(token, feat[:frames], embedding)
                 served.whole(prompt, token[len(prompt.tokens) :])
-                mel[row] = served.mel[0]
+                mel[row], mu[row] = served.mel[0], served.mu[0]
         yield from zip(call["outputs"], (mel, inputs[1] * network.config.encoder.ratio), strict=True)
+        if (key := f"mid/{call['tag']}/mu") in fixture:
+            yield key, mu
 
 
 def _flow_calls(fixture: Fixture, network: DiTFlow) -> Results:
@@ -128,15 +122,16 @@ def _flow_calls(fixture: Fixture, network: DiTFlow) -> Results:
         token, computed = evaluate(fixture, call["token"]), {}
         if "last_chunk" not in call:
             prompt = _prompt(fixture, network, call, token)
-            served = ServedFlow(fixture, network, fixture["in/rand_noise"])
-            stream, blocks = served.open(prompt), [len(prompt.mel)]
+            served, blocks = ServedFlow(fixture, network, fixture["in/rand_noise"]), []
+            stream = served.open(prompt)
         else:
             assert served is not None, "a stream has a prefill before its first chunk"
             computed["mel"] = served.chunk(stream, token[0], final=call["last_chunk"])[None]
-            blocks.append(computed["mel"].shape[2])
         encoded = encoded.then(network.input_embedding(token), call.get("last_chunk", False))
         of_stream, history = caches_of(served, stream)
+        blocks.append(served.mu.shape[1])
         computed |= {
+            "mu": served.mu.transpose(1, 2),  # (B, T, mel) -> (B, mel, T)
             "estimator_cnn_cache": estimator_conv(history),
             "estimator_att_cache": estimator_attention(of_stream, blocks),
         }

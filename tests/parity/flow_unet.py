@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from cosyvoice_triton.checkpoint import load_strict, shapes_of
 from cosyvoice_triton.constants import TOKEN_MEL_RATIO
-from cosyvoice_triton.networks.flow.base import FlowMatching
+from cosyvoice_triton.networks.flow.base import FlowMatching, time_schedule
 from cosyvoice_triton.networks.flow.config import UNetFlowConfig
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.flow.unet import UNetFlow
@@ -17,6 +17,7 @@ from tests.parity.fixture import Check, Fixture, outputs_of
 from tests.parity.reference import window_flow as reference
 from tests.parity.reference.encoder import encode_whole
 from tests.parity.served import ServedFlow, prompt_of
+from tests.parity.tracing import intermediates
 
 Results = Iterator[tuple[str, Tensor]]
 
@@ -45,8 +46,11 @@ def check_encoder(fixture: Fixture) -> Results:
         if call["context"]:
             frames = encoder.config.lookahead
             xs, context = xs[:, :-frames], xs[:, -frames:]
-        ys, valid = encode_whole(encoder, xs, fixture[call["xs_lens"]], context, call["streaming"])
+        with intermediates(encoder, fixture, call["tag"]) as found:
+            ys, valid = encode_whole(encoder, xs, fixture[call["xs_lens"]], context, call["streaming"])
         yield from zip(call["outputs"], (ys, valid.to(torch.uint8)), strict=True)
+        # The embedding of each token followed by those ahead of it: (B, T, 1 + lookahead, C) -> (B, T, C)
+        yield from ((key, x[:, :, 0] if key.endswith("/embed") else x) for key, x in found.items())
 
 
 def estimator_calls(fixture: Fixture, estimator: nn.Module, calls: Iterable[dict[str, Any]] | None = None) -> Results:
@@ -54,21 +58,35 @@ def estimator_calls(fixture: Fixture, estimator: nn.Module, calls: Iterable[dict
     for call in calls or fixture.meta["calls"]:
         x, mask, mu, t, speaker, condition = (fixture[key] for key in call["args"])
         streaming = [call["streaming"]] if "streaming" in call else []
-        y = estimator(x, t, mu, speaker, condition, mask.bool(), *streaming)
+        with intermediates(estimator, fixture, call["tag"]) as found:
+            y = estimator(x, t, mu, speaker, condition, mask.bool(), *streaming)
         lengths = call.get("lengths", [])
         rows = [row[:, :length] for row, length in zip(y, lengths, strict=True)] if lengths else [y]
         yield from zip(outputs_of(call), rows, strict=True)
+        yield from found.items()
 
 
 def solve_calls(fixture: Fixture, decoder: FlowMatching) -> Results:
     for call in fixture.meta["calls"]:
         mu, mask, speaker, condition = (fixture[key] for key in call["inputs"])
+        states: list[Tensor] = []
+        velocities: list[Tensor] = []
 
-        def velocity(_: int, x: Tensor, *rows: Tensor, mask=mask, call=call) -> Tensor:
-            return decoder.estimator(x, *rows, mask.bool().repeat(2, 1, 1), call["streaming"])
+        def velocity(_: int, x: Tensor, *rows: Tensor, mask=mask, call=call, states=states, velocities=velocities):
+            states.append(x[0])
+            velocities.append(decoder.estimator(x, *rows, mask.bool().repeat(2, 1, 1), call["streaming"]))
+            return velocities[-1]
 
         steps, noise = call["n_timesteps"], fixture["in/rand_noise"][:, :, : mu.shape[2]] * call["temperature"]
         yield call["output"], decoder.solve(velocity, noise, mu, speaker, condition, steps)
+        computed = {
+            "t_per_step": torch.tensor(time_schedule(steps)[0]),
+            "x_per_step": torch.stack(states),
+            "dphi_per_step": torch.stack(velocities),
+        }
+        for name, tensor in computed.items():
+            if (key := f"mid/{call['tag']}/{name}") in fixture:
+                yield key, tensor
 
 
 def flow_calls(fixture: Fixture, network: UNetFlow | CosyVoice3Flow) -> Results:
@@ -76,6 +94,8 @@ def flow_calls(fixture: Fixture, network: UNetFlow | CosyVoice3Flow) -> Results:
     a prompt whose mel is not two frames per token, which serving never computes, by `reference`."""
     noise = fixture["in/rand_noise"]
     served: ServedFlow | None = None
+    if "mid/spk" in fixture:
+        yield "mid/spk", network.project_speaker(fixture["in/embedding"])
     for call in fixture.meta["calls"]:
         token, prompt_token, prompt_feat = _tokens(fixture, call)
         streaming, final = call["streaming"], call["finalize"]
@@ -83,7 +103,9 @@ def flow_calls(fixture: Fixture, network: UNetFlow | CosyVoice3Flow) -> Results:
         if not (streaming or final) or not whole_tokens:
             fixture.computed_by = "reference"
             inputs = network, token, prompt_token, prompt_feat, fixture["in/embedding"]
-            yield call["output"], reference.inference(*inputs, noise=noise, streaming=streaming, final=final)
+            flags = {"streaming": streaming, "final": final}
+            yield call["output"], reference.inference(*inputs, noise=noise, **flags)
+            mu = reference.encode(network, torch.cat([prompt_token, token], dim=1), **flags).transpose(1, 2)
         else:
             served = served or ServedFlow(fixture, network, noise)
             fixture.computed_by = served.computed_by
@@ -95,6 +117,9 @@ def flow_calls(fixture: Fixture, network: UNetFlow | CosyVoice3Flow) -> Results:
             else:
                 mel = served.whole(prompt, token[0])
             yield call["output"], mel[None]
+            mu = served.mu
+        if (key := f"mid/{call['tag']}/mu") in fixture:
+            yield key, mu
 
 
 def _tokens(fixture: Fixture, call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,7 @@ from cosyvoice_triton.networks.hift import (
 from torch import Tensor
 
 from tests.parity.fixture import Check, Fixture, outputs_of
+from tests.parity.tracing import intermediates
 
 Results = dict[str, Tensor]  # of a call, by name
 
@@ -32,17 +33,21 @@ def official_state(fixture: Fixture, hift: HiFTGenerator | CausalHiFTGenerator) 
     return fuse_weight_norm(fixture.generated_weights(shapes))
 
 
-def vocoder_calls(fixture: Fixture, compute: Callable[[str, list[Tensor]], Results]) -> Iterator[tuple[str, Tensor]]:
+def vocoder_calls(
+    fixture: Fixture, hift: HiFTGenerator | CausalHiFTGenerator, compute: Callable[[str, list[Tensor]], Results]
+) -> Iterator[tuple[str, Tensor]]:
     """compute: the results of a call, by the text of the call and its inputs."""
     for call in fixture.meta["calls"]:
         text = call.get("fn", outputs_of(call)[0].rpartition("/")[2])
         # "decode(x=40*in/mel, s=in/decode_source[:, :, :9])": the arguments, some with a factor or cut.
         found = re.findall(r"(?:([\d.]+)\*)?(in/\w+)(?:\[:, :, :(\d+)\])?", text)
         inputs = [float(gain or 1) * fixture[key][..., : int(end) if end else None] for gain, key, end in found]
-        results = compute(text, inputs or [fixture["in/mel"]])
+        with intermediates(hift, fixture, call["tag"]) as traced:
+            results = compute(text, inputs or [fixture["in/mel"]])
         for key in outputs_of(call):
             name = key.rpartition("/")[2]
             yield key, results["f0" if name.startswith("f0") else name]
+        yield from traced.items()
 
 
 def _call(hift: HiFTGenerator, fixture: Fixture, text: str, inputs: list[Tensor]) -> Results:
@@ -66,13 +71,18 @@ def _call(hift: HiFTGenerator, fixture: Fixture, text: str, inputs: list[Tensor]
 
 
 def check_tiny(fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
-    return vocoder_calls(fixture, partial(_call, build(fixture), fixture))
+    hift = build(fixture)
+    yield from vocoder_calls(fixture, hift, partial(_call, hift, fixture))
+    for key in fixture.keys:
+        if key.startswith("mid/sine_waves_first_"):
+            waves, _ = hift.m_source.sines(hift.f0_predictor(fixture["in/mel"]), fixture["in/draw1_randn"])
+            yield key, waves[:, : fixture[key].shape[1]]
 
 
 def check_full_size(fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
     hift = HiFTGenerator()
     load_strict(hift, official_state(fixture, hift), "cpu", torch.float32)
-    return vocoder_calls(fixture, partial(_call, hift, fixture))
+    yield from vocoder_calls(fixture, hift, partial(_call, hift, fixture))
 
 
 CHECKS: dict[str, Check] = {"item5_hift": check_tiny, "fullsize_hift": check_full_size}

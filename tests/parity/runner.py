@@ -1,6 +1,7 @@
 """Runs the check of every fixture of a folder and compares its results with the stored ones; compares listings of
 official checkpoints, {key: shape} as JSON, with the networks that load them."""
 
+import importlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from cosyvoice_triton.networks.flow.unet import UNetFlow
 from cosyvoice_triton.networks.hift import CausalHiFTGenerator, HiFTConfig, HiFTGenerator, split_weight_norm
 from torch import Tensor
 
-from tests.parity import cosyvoice3, features, flow_dit, flow_unet, hift, llm, streaming
 from tests.parity.fixture import Check, Fixture, Tolerance
 
 # Fixtures that the served engine computes, in whole or in part.
@@ -27,8 +27,7 @@ SERVED = frozenset(
     fullsize_stepaudio2_flow item3_cosyvoice3_flow_inference item6a_cosyvoice3_streaming_cli
     item6b_cosyvoice3_streaming_script item6c_cosyvoice3_streaming_triton fullsize_cosyvoice3_flow""".split()
 )
-MODULES = hift, features, flow_unet, flow_dit, streaming, cosyvoice3, llm
-CHECKS: dict[str, Check] = {name: check for module in MODULES for name, check in module.CHECKS.items()}
+MODULES = ("hift", "features", "flow_unet", "flow_dit", "streaming", "cosyvoice3", "llm")
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,14 @@ class ParityResult:
     name: str  # "<fixture> <tensor key>"
     verdict: Literal["PASS", "MISS", "SKIP"]
     detail: str
+
+
+def all_checks() -> dict[str, Check]:
+    """Fixture name -> check, of all modules."""
+    checks: dict[str, Check] = {}
+    for module in MODULES:
+        checks |= importlib.import_module(f"tests.parity.{module}").CHECKS
+    return checks
 
 
 def compare(expected: torch.Tensor, actual: torch.Tensor, tolerance: Tolerance) -> tuple[bool, str]:
@@ -91,22 +98,25 @@ def run_folder(folder: Path, device: torch.device | str = "cpu") -> Iterator[Par
 
     device: of the engine; on a GPU its fixtures are computed in float32 and again in float16.
     """
+    checks = all_checks()
     described = {path.stem for path in folder.glob("*.json") if not path.stem.endswith(".weights")}
     stored = {path.stem for path in folder.glob("*.safetensors") if not path.stem.endswith(".weights")}
     for stem in sorted(described | stored):
         if stem not in described or stem not in stored:
             yield ParityResult(stem, "MISS", f"{stem}.{'json' if stem in stored else 'safetensors'} is missing")
             continue
-        yield from _run_file(folder / f"{stem}.json", device, torch.float32)
+        yield from _run_file(folder / f"{stem}.json", checks, device, torch.float32)
         if torch.device(device).type == "cuda" and stem in SERVED:
-            yield from _run_file(folder / f"{stem}.json", device, torch.float16)
+            yield from _run_file(folder / f"{stem}.json", checks, device, torch.float16)
 
 
-def _run_file(path: Path, device: torch.device | str, dtype: torch.dtype) -> Iterator[ParityResult]:
-    if path.stem not in CHECKS:
+def _run_file(
+    path: Path, checks: dict[str, Check], device: torch.device | str, dtype: torch.dtype
+) -> Iterator[ParityResult]:
+    if path.stem not in checks:
         yield ParityResult(path.stem, "MISS", "unknown fixture: no check has this name")
         return
-    yield from run_fixture(Fixture(path, device, dtype), CHECKS[path.stem])
+    yield from run_fixture(Fixture(path, device, dtype), checks[path.stem])
 
 
 # The state_dict of our network of the official sizes, by the manifest's file name.

@@ -4,8 +4,6 @@ On a GPU this is the form with fused kernels and CUDA graphs.
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ from cosyvoice_triton.networks.flow.dit import DiTFlow
 from cosyvoice_triton.networks.flow.unet import UNetFlow
 from cosyvoice_triton.runtimes.loading import check_heads
 from cosyvoice_triton.token2wav.flow.base import StreamingFlow
+from cosyvoice_triton.token2wav.flow.cached_flow import CachedStreaming
 from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStream, DiTStreaming
 from cosyvoice_triton.token2wav.flow.kv_cache import PromptCaches
@@ -28,14 +27,20 @@ from cosyvoice_triton.voice.prompt import Prompt
 from torch import Tensor
 
 from tests.parity.fixture import Fixture
+from tests.parity.tracing import recorded
 
 LIMITS = BatchLimits(max_streams=1)  # the fewest CUDA graphs
 PROMPT_BYTES = 1 << 30
 
 
 class ServedFlow:
-    """A flow of `token2wav`. mel: (1, mel, T) of the last `whole`, with the prompt's."""
+    """A flow of `token2wav` and what passed inside it at the last call.
 
+    mu: the encoder's output (1, T, mel): of `whole` and of a flow without caches with the prompt's, of others of what
+    the estimator computed. mel: (1, mel, T), of `whole` with the prompt's.
+    """
+
+    mu: Tensor
     mel: Tensor
 
     def __init__(self, fixture: Fixture, network: CosyVoice3Flow | DiTFlow | UNetFlow, noise: Tensor) -> None:
@@ -63,37 +68,28 @@ class ServedFlow:
         fixture.computed_by = self.computed_by
 
     def open(self, prompt: Prompt) -> Stream:
-        return self.flow.open(prompt, VocoderState(0))
+        with recorded(self.flow._encoder, "encode") as encoded:
+            stream = self.flow.open(prompt, VocoderState(0))
+        if encoded:
+            self.mu = encoded[-1][:, : len(prompt.mel)]
+        return stream
 
     def chunk(self, stream: Stream, tokens: Tensor, *, final: bool, offset: int | None = None) -> Tensor:
         """The mel (80, T) that the tokens (n,) add."""
         chunk = self.flow.chunk(stream, tokens.numpy(), final=final, offset=offset)
-        (mel,) = self.flow.render([chunk])
+        where = (self.flow, "_encode") if isinstance(self.flow, CachedStreaming) else (self.flow._encoder, "encode")
+        with recorded(*where) as encoded:
+            (mel,) = self.flow.render([chunk])
+        self.mu = encoded[-1][:, : TOKEN_MEL_RATIO * chunk.computed]
         return mel.clone()
 
     def whole(self, prompt: Prompt, tokens: Tensor) -> Tensor:
         """The mel (80, T) of an utterance's tokens (n,)."""
-        with recorded(self.flow._network, "solve") as solved:
+        with recorded(self.flow._encoder, "encode") as encoded, recorded(self.flow._network, "solve") as solved:
             (mel,) = self.flow.whole([(prompt, tokens.numpy())])
         self.mel = solved[-1]
+        self.mu = encoded[-1][:, : self.mel.shape[2]]
         return mel
-
-
-@contextmanager
-def recorded(owner: object, method: str) -> Iterator[list[Tensor]]:
-    """Collect copies of what a method of `owner` returns. Unlike a hook, it also sees what a CUDA graph computes."""
-    original, results = getattr(owner, method), []
-
-    def call(*args: Any, **kwargs: Any) -> Tensor:
-        result = original(*args, **kwargs)
-        results.append(result.clone())
-        return result
-
-    setattr(owner, method, call)
-    try:
-        yield results
-    finally:
-        delattr(owner, method)
 
 
 def caches_of(served: ServedFlow, stream: Stream) -> tuple[KeyValues, Tensor]:
