@@ -3,7 +3,8 @@
 import logging
 import shutil
 import wave
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -108,11 +109,12 @@ def _write_voices(work: Path, folder: Path) -> None:
     NAME.txt."""
     folder.mkdir(parents=True)
     sentences = (work / "sentences.txt").read_text(encoding="utf-8").splitlines()
+    known = Counter(word for sentence in sentences for word in sentence.split())
     utterances = np.load(work / "utterances.npy")
     audio = np.load(work / "audio.npy", mmap_mode="r")
     starts = np.cumsum(utterances[:, 2]) - utterances[:, 2]
     for voice, name in enumerate(DEMO_VOICES):
-        (index, text) = _recording(utterances, sentences, voice)
+        (index, text) = _recording(utterances, sentences, known, voice)
         begin, length = int(starts[index]) * TOKEN_SAMPLES, int(utterances[index, 2]) * TOKEN_SAMPLES
         with wave.open(str(folder / f"{name}.wav"), "wb") as file:
             file.setnchannels(1)
@@ -122,8 +124,9 @@ def _write_voices(work: Path, folder: Path) -> None:
         (folder / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
 
 
-def _recording(utterances: np.ndarray, sentences: list[str], voice: int) -> tuple[int, str]:
-    """The first utterance of `voice` that is a plain sentence of suitable length; if there is none, its first."""
+def _recording(utterances: np.ndarray, sentences: list[str], known: Mapping[str, int], voice: int) -> tuple[int, str]:
+    """Of the utterances of `voice` that are plain sentences of suitable length, the one whose words are all `known`
+    best: an everyday one. If there is none, its first."""
     shortest, longest = (seconds * TOKEN_RATE for seconds in VOICE_SECONDS)
     members = [(index, sentences[row[0]], row[2]) for index, row in enumerate(utterances) if row[1] == voice]
     good = [
@@ -135,5 +138,5 @@ def _recording(utterances: np.ndarray, sentences: list[str], voice: int) -> tupl
         and len(text.split()) >= VOICE_WORDS
         and text.startswith(("the ", "he ", "she ", "we ", "they ", "it "))
     ]
-    index, text = (good or [(index, text) for index, text, _ in members])[0]
+    index, text, *_ = max(good, key=lambda each: min(known[word] for word in each[1].split()), default=members[0])
     return index, text.capitalize()

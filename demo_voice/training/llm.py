@@ -2,7 +2,8 @@
 
 It is trained on the utterances of `speech` and `more_speech`, many of them also as perturbed recordings (see
 llm_data.py). Dropout, and random replacement of 8 % of the speech tokens in its input, limit overfitting; the
-replacements also train it to recover from badly sampled tokens.
+replacements also train it to recover from badly sampled tokens. Two of its heads are shown where the text of each
+speech token is, about: a small network that has to find that by itself leaves words out and repeats them.
 """
 
 import json
@@ -25,7 +26,7 @@ from torch.utils.data import DataLoader
 from demo_voice.training import tokenizer as speech_tokenizer
 from demo_voice.training.dataset import INT16_SCALE, TOKEN_SAMPLES, by_length
 from demo_voice.training.features import FASTEST, SLOWEST, as_recorded, at_speed, recorded
-from demo_voice.training.llm_data import Sequences, Utterances, encoded, text_tokenizer
+from demo_voice.training.llm_data import ABSENT, Batch, Sequences, Utterances, encoded, text_tokenizer
 from demo_voice.training.qwen2 import Qwen2
 from demo_voice.training.training import (
     CapturedStep,
@@ -49,11 +50,13 @@ REPLACED = 0.08
 # Weight of a loss that keeps logits near log probabilities, whose largest are near 0: a repetition penalty, which
 # divides logits, then changes likely tokens little.
 LOGIT_WEIGHT = 2e-3
+# Weight of the loss that guides two heads to the text of the next speech token, and how near is near, in text tokens.
+GUIDE_WEIGHT, NEAR = 0.1, 3.0
 # Factor on the exported logits: the server's default temperature suits the full-size LLM; a small one needs less.
 SHARPNESS = 1.35
 HELD_OUT = 256  # utterances
 HELD_OUT_STEPS = 500
-WORKERS = 3
+WORKERS = 6
 RECORDINGS_AT_ONCE = 40_000  # tokens
 ALTERED_RECORDINGS = 0.4  # share of the utterances: enough for prompts, and fast
 
@@ -79,8 +82,8 @@ def fit(
     path: Path,
     network: Qwen2,
     first_speech_id: int,
-    batches: Iterator[tuple[Tensor, Tensor]],
-    held_out: list[tuple[Tensor, Tensor]],
+    batches: Iterator[Batch],
+    held_out: list[Batch],
     seconds: float,
     device: torch.device,
 ) -> None:
@@ -88,13 +91,12 @@ def fit(
     network.to(device).train()
     optimizer = adamw(network.parameters(), PEAK_RATE, weight_decay=WEIGHT_DECAY)
     run = TrainingRun(path, seconds, network, [optimizer])
-    given: dict[torch.Size, tuple[Tensor, Tensor]] = {}  # input buffers of captured steps
+    given: dict[torch.Size, Batch] = {}  # input buffers of captured steps
 
     def train_step(shape: torch.Size) -> dict[str, Tensor]:
-        ids, target = given[shape]
-        loss, size = losses(network, _damaged(ids, first_speech_id), ids, target)
-        descend(loss + LOGIT_WEIGHT * size, optimizer, clip=1.0)
-        return {"target": loss.detach(), "size": size.detach()}
+        loss, size, guide = losses(network, _damaged(given[shape][0], first_speech_id), *given[shape])
+        descend(loss + LOGIT_WEIGHT * size + GUIDE_WEIGHT * guide, optimizer, clip=1.0)
+        return {"target": loss.detach(), "size": size.detach(), "guide": guide.detach()}
 
     captured = CapturedStep(train_step, device)
     held = torch.zeros(())
@@ -104,20 +106,35 @@ def fit(
         batch = next(batches)
         shape = batch[0].shape
         if shape not in given:
-            given[shape] = (batch[0].to(device), batch[1].to(device))
+            ids, target, places = (tensor.to(device) for tensor in batch)
+            given[shape] = (ids, target, places)
         for buffer, tensor in zip(given[shape], batch, strict=True):
             buffer.copy_(tensor, non_blocking=True)
         run.losses(**captured(shape), held_out=held)
 
 
-def losses(network: Qwen2, read: Tensor, ids: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy of the target ids (B, L), given the ids read, and the mean square of the log partition function."""
+def losses(network: Qwen2, read: Tensor, ids: Tensor, target: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross entropy of the target ids (B, L), given the ids read, the mean square of the log partition function, and
+    how far the guided heads are from the places (B, L) of the text: see `guidance`."""
+    seen: list[Tensor] = []
     with autocast(ids.device):
-        logits = network(read[:, :-1]).float()
+        logits = network(read[:, :-1], seen).float()
     total = logits.logsumexp(-1)
     chosen = logits.gather(-1, ids[:, 1:, None])[..., 0]
     weight = target[:, 1:] / target[:, 1:].sum()
-    return ((total - chosen) * weight).sum(), (total.square() * weight).sum()
+    return ((total - chosen) * weight).sum(), (total.square() * weight).sum(), guidance(seen[0], places[:, 1:])
+
+
+def guidance(attention: Tensor, places: Tensor) -> Tensor:
+    """Minus the logarithm of the attention that is near the place of the next speech token's text, 0 at best.
+
+    attention: logarithms of weights (B, H, L, L). places: (B, L), see `Sequences`.
+    """
+    key = torch.arange(attention.shape[3], device=places.device)
+    distance = (key - places[:, :, None]) / NEAR  # (B, L, L)
+    near = (attention - 0.5 * distance.square()[:, None]).logsumexp(-1)  # (B, H, L)
+    guided = (places != ABSENT)[:, None].expand_as(near)
+    return -(near.where(guided, 0.0)).sum() / guided.sum().clamp(min=1)
 
 
 def _damaged(ids: Tensor, first: int) -> Tensor:
@@ -128,9 +145,10 @@ def _damaged(ids: Tensor, first: int) -> Tensor:
 
 
 @torch.no_grad()
-def _held_out_loss(network: Qwen2, held_out: list[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+def _held_out_loss(network: Qwen2, held_out: list[Batch], device: torch.device) -> Tensor:
     network.eval()
-    found = [losses(network, ids.to(device), ids.to(device), target.to(device))[0] for ids, target in held_out]
+    moved = [[tensor.to(device) for tensor in batch] for batch in held_out]
+    found = [losses(network, batch[0], *batch)[0] for batch in moved]
     network.train()
     return torch.stack(found).mean()
 

@@ -45,7 +45,11 @@ BATCH_TOKENS = 40_000
 COSYVOICE2_NAMES = replace(COSYVOICE2, after_speech=("<|eos2|>", "<|eos1|>", "<|task_id|>", "<|sos|>"))
 COSYVOICE2_SOS = COSYVOICE3.after_speech[COSYVOICE2_NAMES.after_speech.index(COSYVOICE2.sos)]
 
+ABSENT = -1.0
+
 Ids = np.ndarray
+Row = tuple[Ids, np.ndarray, np.ndarray]
+Batch = tuple[Tensor, Tensor, Tensor]  # see Sequences
 
 
 def text_tokenizer(sentences: Sequence[str]) -> Tokenizer:
@@ -118,7 +122,8 @@ def encoded(tokenizer: Tokenizer, sentences: Sequence[str]) -> tuple[list[Ids], 
 
 
 class Sequences(IterableDataset):
-    """Endless batches: ids (B, L) int64 and which of them are targets (B, L) bool, padded at the right.
+    """Endless batches: ids (B, L) int64, which of them are targets (B, L) bool, and where in the sequence the text of
+    each speech token is, about (B, L) float32, ABSENT for other tokens; padded at the right.
 
     L takes few values, and each has one B.
     """
@@ -137,10 +142,10 @@ class Sequences(IterableDataset):
             for text in (COSYVOICE2_SOS, system, COSYVOICE3.task, COSYVOICE3.ends[0])
         )
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         worker = torch.utils.data.get_worker_info()
         rng = np.random.default_rng((self._seed, worker.id if worker else 0))
-        waiting: defaultdict[int, list[tuple[Ids, np.ndarray]]] = defaultdict(list)  # by padded length
+        waiting: defaultdict[int, list[Row]] = defaultdict(list)  # by padded length
         while True:
             sequence = self.random_sequence(rng)
             length = _padded_length(len(sequence[0]))
@@ -148,8 +153,8 @@ class Sequences(IterableDataset):
             if len(waiting[length]) == max(1, BATCH_TOKENS // length):
                 yield _padded(waiting.pop(length), length)
 
-    def random_sequence(self, rng: np.random.Generator) -> tuple[Ids, np.ndarray]:
-        """One sequence: ids (L,), and which of them are targets (L,) bool."""
+    def random_sequence(self, rng: np.random.Generator) -> Row:
+        """One sequence: a row of a batch, without padding."""
         of_voice = self._by_voice[rng.choice(len(self._by_voice), p=self._voice_shares)]
         count = rng.choice(UTTERANCES, p=UTTERANCES_SHARE)
         chosen = self._fitting(of_voice[rng.integers(len(of_voice), size=count)])
@@ -164,7 +169,7 @@ class Sequences(IterableDataset):
         ids = np.concatenate([*heads, *(part + self.first_speech_id for part in speech), self._end])
         target = np.zeros(len(ids), bool)
         target[sum(map(len, heads)) + (0 if clean else len(first)) :] = True
-        return ids, target
+        return ids, target, _places(len(begin), texts, speech)
 
     def _fitting(self, chosen: np.ndarray) -> list[int]:
         """The first ones that together fit into MOST_SPEECH, at least one."""
@@ -198,13 +203,28 @@ class Sequences(IterableDataset):
         return damaged[: length - rng.integers(0, 5)] if length > 20 else damaged
 
 
+def _places(begin: int, texts: Sequence[Ids], speech: Sequence[Ids]) -> np.ndarray:
+    """The place of each utterance's text, the first at `begin`, that each of its speech tokens is of, if all text takes
+    equal time: (L,) of the whole sequence."""
+    heads = begin + sum(map(len, texts)) + 1
+    places = np.full(heads + sum(map(len, speech)) + 1, ABSENT, np.float32)
+    at = heads
+    for text, part in zip(texts, speech, strict=True):
+        places[at : at + len(part)] = begin - 0.5 + (np.arange(len(part)) + 0.5) * len(text) / len(part)
+        begin, at = begin + len(text), at + len(part)
+    return places
+
+
 def _padded_length(length: int) -> int:
     step = 32 if length <= 256 else 64 if length <= 512 else 128
     return -(-length // step) * step
 
 
-def _padded(batch: Sequence[tuple[Ids, np.ndarray]], length: int) -> tuple[Tensor, Tensor]:
-    ids, target = np.zeros((len(batch), length), np.int64), np.zeros((len(batch), length), bool)
-    for row, (sequence, targets) in enumerate(batch):
-        ids[row, : len(sequence)], target[row, : len(sequence)] = sequence, targets
-    return torch.from_numpy(ids), torch.from_numpy(target)
+def _padded(rows: Sequence[Row], length: int) -> Batch:
+    shape = (len(rows), length)
+    batch = (np.zeros(shape, np.int64), np.zeros(shape, bool), np.full(shape, ABSENT, np.float32))
+    for index, row in enumerate(rows):
+        for padded, values in zip(batch, row, strict=True):
+            padded[index, : len(values)] = values
+    ids, target, places = (torch.from_numpy(padded) for padded in batch)
+    return ids, target, places

@@ -9,6 +9,8 @@ from tests.random_weights.llm import LLMSizes
 EPSILON = 1e-6
 Rotation = tuple[Tensor, Tensor]  # cosines and sines (L, D) of the rotary position embedding
 SPREAD = 0.05  # standard deviation of the initial weights
+# Where training shows the place of the text: early enough for the layers after it to use what it finds.
+GUIDED_LAYER, GUIDED_HEADS = 2, 2
 
 
 class Qwen2(nn.Module):
@@ -23,9 +25,9 @@ class Qwen2(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids (B, L) -> logits (B, L, vocabulary); causal"""
-        return F.linear(self.model(ids), self.model.embed_tokens.weight)
+    def forward(self, ids: Tensor, seen: list[Tensor] | None = None) -> Tensor:
+        """ids (B, L) -> logits (B, L, vocabulary); causal. The attention of GUIDED is appended to `seen`."""
+        return F.linear(self.model(ids, seen), self.model.embed_tokens.weight)
 
 
 class _QwenBody(nn.Module):
@@ -36,12 +38,12 @@ class _QwenBody(nn.Module):
         self.norm = nn.RMSNorm(sizes.hidden, EPSILON)
         self._sizes, self._dropout = sizes, dropout
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, seen: list[Tensor] | None) -> Tensor:
         x = F.dropout(self.embed_tokens(ids), self._dropout, self.training)
         head = self._sizes.hidden // self._sizes.heads
         turns = rotation(ids.shape[1], head, self._sizes.rope_theta, ids.device)
-        for layer in self.layers:
-            x = layer(x, turns)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, turns, seen if index == GUIDED_LAYER else None)
         return self.norm(x)
 
 
@@ -54,8 +56,8 @@ class _QwenLayer(nn.Module):
         self.mlp = _QwenMLP(sizes)
         self._dropout = dropout
 
-    def forward(self, x: Tensor, turns: Rotation) -> Tensor:
-        x = x + F.dropout(self.self_attn(self.input_layernorm(x), turns), self._dropout, self.training)
+    def forward(self, x: Tensor, turns: Rotation, seen: list[Tensor] | None) -> Tensor:
+        x = x + F.dropout(self.self_attn(self.input_layernorm(x), turns, seen), self._dropout, self.training)
         return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self._dropout, self.training)
 
 
@@ -71,13 +73,15 @@ class _QwenAttention(nn.Module):
         self.v_proj = nn.Linear(sizes.hidden, sizes.kv_heads * self._head)
         self.o_proj = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
 
-    def forward(self, x: Tensor, turns: Rotation) -> Tensor:
+    def forward(self, x: Tensor, turns: Rotation, seen: list[Tensor] | None) -> Tensor:
         query, key, value = (
             project(x).unflatten(-1, (-1, self._head)).transpose(1, 2)  # (B, L, H * D) -> (B, H, L, D)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = (rotated(part, turns) for part in (query, key))
         key, value = (part.repeat_interleave(self._shared, dim=1) for part in (key, value))
+        if seen is not None:
+            seen.append(log_attention(query[:, :GUIDED_HEADS], key[:, :GUIDED_HEADS]))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
@@ -91,6 +95,13 @@ class _QwenMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def log_attention(query: Tensor, key: Tensor) -> Tensor:
+    """Logarithms of the weights (B, H, L, L) of causal attention; query, key (B, H, L, D)."""
+    scores = (query @ key.transpose(2, 3)).float() / query.shape[3] ** 0.5
+    future = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(future, -torch.inf).log_softmax(-1)
 
 
 def rotation(length: int, head: int, theta: float, device: torch.device) -> Rotation:

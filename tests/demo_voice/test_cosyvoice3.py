@@ -73,10 +73,13 @@ def test_the_llm_is_trained_on_the_prompts_of_both_versions(trained: Path, monke
     sequences, rng = llm_data.Sequences(data, versions[1].tokenizer, np.zeros(1, int), 0), np.random.default_rng(0)
     drawn = [sequences.random_sequence(rng) for _ in range(20)]
     expected = {tuple(version.encode_prompt(LLMPrompt(TEXT))): version for version in versions}
-    assert {tuple(ids[~target]) for ids, target in drawn} == expected.keys() and len(expected) == 2
-    for ids, target in drawn:
+    assert {tuple(ids[~target]) for ids, target, _ in drawn} == expected.keys() and len(expected) == 2
+    for ids, target, places in drawn:
         version = expected[tuple(ids[~target])]
         assert ids[target].tolist() == [*version.to_llm_ids(speech), version.end_ids[0]]
+        first, last = places[target][[0, -2]].round().astype(int)
+        assert (ids[first], ids[last]) == (text[0], text[-1]) and last - first == len(text) - 1
+        assert places[~target].max() == places[-1] == llm_data.ABSENT
 
 
 def test_the_stack_speaks_with_what_was_trained(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

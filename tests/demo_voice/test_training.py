@@ -12,7 +12,18 @@ from cosyvoice_triton.networks.hift import HiFTGenerator, fuse_weight_norm, load
 from cosyvoice_triton.networks.hift.causal import WITHHELD_FRAMES
 from cosyvoice_triton.voice import features
 
-from demo_voice.training import flow, flow_cosyvoice3, flow_dit, flow_unet, training, vocoder, vocoder_causal
+from demo_voice.training import (
+    flow,
+    flow_cosyvoice3,
+    flow_dit,
+    flow_unet,
+    llm,
+    llm_data,
+    qwen2,
+    training,
+    vocoder,
+    vocoder_causal,
+)
 from demo_voice.training.__main__ import PREPARATION, parse_args, prepare
 from demo_voice.training.training import trained
 from demo_voice.training.vocoder_causal import CAUSAL
@@ -60,6 +71,20 @@ def test_the_given_vocoders_are_taken_and_can_be_served(tmp_path: Path) -> None:
     vocoder.export(CAUSAL, tmp_path, tmp_path / "causal.pt")
     assert load_causal_hift(tmp_path / "causal.pt").f0_predictor.classifier.bias.item() > 20
     assert {path.name for path in (tmp_path / "done").iterdir()} == {"vocoder", "vocoder_causal"}
+
+
+def test_attention_is_guided_to_the_text_that_is_spoken() -> None:
+    places = torch.tensor([[llm_data.ABSENT, 1.0, 2.0, 3.0]])  # of a row without a place nothing is asked
+    identity, first = (torch.full((1, 1, 4, 4), -torch.inf) for _ in range(2))
+    identity[0, 0].diagonal().zero_()
+    first[:, :, :, 0] = 0.0
+    assert llm.guidance(identity, places).item() == 0.0
+    torch.testing.assert_close(llm.guidance(first, places).item(), (1 + 4 + 9) / 3 / 2 / llm.NEAR**2)
+    query, key = torch.randn(2, 1, 1, 5, 8).unbind()
+    attention = qwen2.log_attention(query, key).exp()
+    torch.testing.assert_close(
+        attention @ key, torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True)
+    )
 
 
 def test_the_vocoder_is_trained_and_can_be_served(work: Path, limits, monkeypatch) -> None:
