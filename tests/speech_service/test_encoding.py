@@ -143,8 +143,8 @@ def test_samples_beyond_full_scale_are_clipped() -> None:
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].container not in ("", "mulaw", "alaw")])
 def test_a_mark_is_in_every_container_and_changes_nothing_else(name: str) -> None:
-    marked, plain = (AudioEncoder(name, tags=tags) for tags in (MARK, None))
-    files = [each.complete(each.push(TONE) + each.finish()) for each in (marked, plain)]
+    marked, plain = (AudioEncoder(name, tags=tags, hold=True) for tags in (MARK, None))
+    files = [each.push(TONE) + each.finish() for each in (marked, plain)]
     for file, tags in zip(files, (MARK, {}), strict=True):
         with av.open(io.BytesIO(file)) as container:
             found = container.metadata or container.streams[0].metadata

@@ -160,7 +160,7 @@ async def disconnected(receive: Receive) -> None:
 def whole(answer: SpeechAnswer, audio: bytes) -> dict[str, Any]:
     """Return a complete answer with its audio, with timestamps and subtitles if they are wanted."""
     return {
-        "audio_data": base64.b64encode(answer.encoder.complete(audio)).decode(),
+        "audio_data": base64.b64encode(audio).decode(),
         "media_type": answer.encoder.format.media_type,
         "sample_rate": answer.encoder.rate,
         "usage": answer.usage,

@@ -108,7 +108,7 @@ def responded(service: Service, wanted: SpeechRequest, answer: SpeechAnswer) -> 
         return AudioResponse(service, answer, "text/event-stream", streamed=events)
     if wanted.stream_format == "json":
         return AudioResponse(service, answer, "application/json", whole=partial(whole, answer))
-    return AudioResponse(service, answer, whole=None if wanted.stream else answer.encoder.complete)
+    return AudioResponse(service, answer, whole=None if wanted.stream else bytes)
 
 
 @router.get("/v1/audio/speech/{name}", **doc.describe("Speech", answer=_OUTCOME, errors=(404,)))
