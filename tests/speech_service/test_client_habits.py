@@ -246,9 +246,8 @@ def test_a_wav_file_of_any_subtype_has_its_length(subtype: str) -> None:
 
 
 def test_our_own_flac_can_be_read_and_whole_answers_have_their_length() -> None:
-    streamed, whole = (
-        encoder.push(sine(440)) + encoder.finish() for encoder in (AudioEncoder("flac"), AudioEncoder("flac", hold=True))
-    )
+    encoders = AudioEncoder("flac"), AudioEncoder("flac", hold=True)
+    streamed, whole = (encoder.push(sine(440)) + encoder.finish() for encoder in encoders)
     assert decode(streamed, MIB).seconds == 1
     assert sf.info(io.BytesIO(whole)).frames == 24_000
     assert decode(whole, MIB).seconds == 1

@@ -99,7 +99,7 @@ class AudioEncoder:
     ) -> None:
         if name not in FORMATS:
             raise ValueError(f"response_format {name!r} is not one of {', '.join(FORMATS)}")
-        self.format = FORMATS[name]
+        self.name, self.format = name, FORMATS[name]
         if rate is None:
             rate = SAMPLE_RATE if SAMPLE_RATE in self.format.rates else min(self.format.rates)
         if rate not in self.format.rates:
