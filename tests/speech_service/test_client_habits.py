@@ -17,7 +17,7 @@ from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
 from cosyvoice_triton.speech_service.audio.recordings import decode, decode_base64
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.security.guard import key_name
-from cosyvoice_triton.speech_service.voices import VoiceFolder
+from cosyvoice_triton.speech_service.voices import NewVoice, VoiceFolder
 from cosyvoice_triton.voice.prompt import Recording
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
@@ -308,4 +308,4 @@ def test_voice_names_that_look_alike_are_one(tmp_path: Path) -> None:
     folder = VoiceFolder(tmp_path, MIB)
     assert folder.resolve("cafe\u0301") == "caf\u00e9"  # an accent of its own
     with pytest.raises(ApiError, match="not a valid name"):
-        folder.add("\uff0e\uff0e\uff0fx", b"", "")
+        folder.add(NewVoice(name="\uff0e\uff0e\uff0fx"), b"")

@@ -23,7 +23,7 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.security.guard import key_name
 from cosyvoice_triton.speech_service.settings import Settings
-from cosyvoice_triton.speech_service.voices import VoiceFolder
+from cosyvoice_triton.speech_service.voices import NewVoice, VoiceFolder
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.files import read_voice, save_recording, save_voice
 from cosyvoice_triton.voice.prompt import Prompt, Recording
@@ -194,7 +194,7 @@ def test_an_invalid_voice_is_rejected(served: StubbedService, name: str, data: b
 def test_of_two_services_with_one_folder_one_adds_a_voice_and_its_transcript(tmp_path: Path) -> None:
     def add(folder: VoiceFolder, name: str, seconds: int) -> int:
         with contextlib.suppress(ApiError):
-            folder.add(name, recording(seconds), f"This takes {seconds} s.")
+            folder.add(NewVoice(name=name, ref_text=f"This takes {seconds} s."), recording(seconds))
             return seconds
         return 0
 
@@ -420,7 +420,7 @@ def test_a_consent_is_for_the_owner_alone(service: httpx.Client, folder: Path) -
 
 def test_nothing_is_left_of_a_deleted_voice(folder: Path) -> None:
     voices = VoiceFolder(folder, 1 << 20)
-    voices.add("anna", recording(), "Hello.", "nginx = engine x", CONSENT, "key")
+    voices.add(NewVoice(name="anna", pronunciation={"nginx": "engine x"}), recording())
     kept = weakref.ref(voices.get("anna"))
     gc.collect()
     assert kept() is not None

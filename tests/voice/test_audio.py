@@ -19,7 +19,7 @@ from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.load.samples import read_manifest
 from cosyvoice_triton.orchestrator.request import RequestRules
 from cosyvoice_triton.speech_service.audio.recordings import decode
-from cosyvoice_triton.speech_service.voices import VoiceFolder
+from cosyvoice_triton.speech_service.voices import NewVoice, VoiceFolder
 from cosyvoice_triton.stacks import COSYVOICE3, DEFAULT
 from cosyvoice_triton.voice.audio import at_rate, load_audio, load_untrusted, save_audio
 from cosyvoice_triton.voice.book import VoiceBook
@@ -231,7 +231,7 @@ def of_command_line(path: Path) -> Any:
 
 def of_service_folder(path: Path) -> Any:
     folder = VoiceFolder(path.parent / "voices", MIB)
-    assert folder.add("anna", path.read_bytes(), "").seconds == 1
+    assert folder.add(NewVoice(name="anna"), path.read_bytes()).seconds == 1
     return folder.get("anna")
 
 
