@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import grpc
 import numpy as np
@@ -146,27 +147,12 @@ def test_a_text_in_pieces_is_a_sequence_that_ends_with_its_last_piece() -> None:
     assert len({one["sequence_id"].int64_param for one in sent}) == 1
 
 
-class RefusedEarly:
-    """A connection whose call the server has ended before the request was sent."""
-
-    def stream_infer(self, requests: object, stream_timeout: float, headers: object) -> "RefusedEarly":
-        return self
-
-    def __aiter__(self) -> "RefusedEarly":
-        return self
-
-    async def __anext__(self) -> object:
-        metadata = grpc.aio.Metadata()
-        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, metadata, metadata, details="Internal error from Core")
-
-    def cancel(self) -> None:
-        pass
-
-
-async def test_a_call_that_ends_before_its_request_is_sent_says_to_retry() -> None:
+async def test_a_call_that_the_server_ends_before_its_request_is_sent_says_to_retry() -> None:
+    connection, metadata = MagicMock(), grpc.aio.Metadata()
+    ended = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, metadata, metadata, details="Internal error from Core")
+    connection.stream_infer.return_value.__aiter__.side_effect = ended
     with pytest.raises(InferenceServerException, match="retry"):
-        async for _ in grpc_client.chunks(RefusedEarly(), TritonStub.model, Utterance("Hello."), 60.0):
-            pass
+        await anext(grpc_client.chunks(connection, TritonStub.model, Utterance("Hello."), 60.0))
 
 
 MODEL = "cosyvoice2_dit"

@@ -29,21 +29,6 @@ def test_a_sentence_with_nothing_to_speak_is_a_warning_and_the_next_one_is_spoke
     assert ends == [(True, False), (True, False)]  # a short silence
 
 
-def test_language_and_pronunciations_of_a_session_are_sent_with_each_sentence(served: StubbedService) -> None:
-    with served.connect() as socket:
-        for field, value, message in (
-            ("language", "tlh", "language: language 'tlh' is not one of auto, zh, en, ja, ko, de, fr, es, it, ru"),
-            ("pronunciation", {"nginx": 3}, "pronunciation: pronunciation of 'nginx' must be text, not 3"),
-        ):
-            error = refused(socket, "session.config", **{field: value})
-            assert error["message"] == message and error["param"] == field
-        send(socket, "session.config", language="German", pronunciation={"nginx": "engine x"})
-        say(socket, "Eins nginx. Zwei nginx.")
-    for request in list(served.stub.requests)[-2:]:
-        assert request.parameters["language"].string_param == "de"
-        assert json.loads(request.parameters["pronunciation"].string_param) == {"nginx": "engine x"}
-
-
 def test_sentences_are_spoken_once_they_are_complete(served: StubbedService) -> None:
     with served.connect() as socket:
         send(socket, "session.config", voice="zoe", sample_rate=SAMPLE_RATE)
@@ -98,6 +83,8 @@ def test_a_cancel_stops_the_current_sentence_and_discards_the_waiting_ones(serve
         ('{"type": "input.text"}', "no text"),
         *((f'{{"type": "input.cancel", "played_ms": {wrong}}}', "played_ms") for wrong in ("-1", '"1"', "true")),
         ('{"type": "session.config", "speed": 9}', "speed"),
+        ('{"type": "session.config", "language": "tlh"}', "language 'tlh' is not one of auto, zh, en, ja, ko, de"),
+        ('{"type": "session.config", "pronunciation": {"a": 3}}', "pronunciation of 'a' must be text, not 3"),
         ('{"type": "session.config", "mode": "words"}', "mode must be sentences or tokens, not 'words'"),
         ('{"type": "session.config", "input": "Hi."}', "input 'Hi.' of a WebSocket: send input.text"),
         ('{"type": "session.config", "stream_format": "sse"}', "stream_format 'sse' of a WebSocket"),

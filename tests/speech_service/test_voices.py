@@ -25,7 +25,7 @@ from cosyvoice_triton.speech_service.security.guard import key_name
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import NewVoice, VoiceFolder
 from cosyvoice_triton.voice.book import VoiceBook
-from cosyvoice_triton.voice.files import read_voice, save_recording, save_voice
+from cosyvoice_triton.voice.files import read_voice, save_voice
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 from cosyvoice_triton.voice.rights import Rights
 from safetensors.numpy import load as load_tensors
@@ -54,7 +54,7 @@ def test_open_webui_gets_its_lists_of_voices_and_models_and_speech(served: Stubb
     assert names == ["cosyvoice2_dit", "tts-1", "tts-1-hd", "gpt-4o-mini-tts"] and listed["max_input_chars"] == 4096
     assert [model["languages"] for model in listed["models"]] == [["zh", "en", "ja", "ko"]] * 4
     for name in ("anna", "bert"):  # placed by the operator: aliases stand for no others
-        save_recording(served.voices / f"{name}.safetensors", Recording(noise(), "Hi."))
+        save_voice(served.voices / f"{name}.safetensors", Recording(noise(), "Hi."))
     try:
         answer = httpx.get(f"{served.url}/v1/audio/voices").json()
         assert answer["data"] == answer["voices"]
@@ -75,7 +75,7 @@ def test_aliases_can_be_chosen_and_a_registered_voice_comes_first(tmp_path: Path
     settings = Settings(voices_dir=tmp_path, voice_aliases=("nova=bert", "echo=nobody", "alloy", "anna=bert"))
     voices = VoiceFolder(tmp_path, 1 << 20, settings.voice_aliases)
     for name in ("anna", "bert"):
-        save_recording(tmp_path / f"{name}.safetensors", Recording(noise(), "Hi."))
+        save_voice(tmp_path / f"{name}.safetensors", Recording(noise(), "Hi."))
     assert voices.aliases() == {"nova": "bert", "alloy": "anna"}
     assert [voices.resolve(name) for name in ("nova", "anna", "echo", "other")] == ["bert", "anna", "echo", "other"]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.text.markup import MAX_VOICE_PARTS, VoicePart, by_voice
-from cosyvoice_triton.voice.files import save_recording
+from cosyvoice_triton.voice.files import save_voice
 from cosyvoice_triton.voice.prompt import Recording
 
 from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, say, send, service_with_stub, until
@@ -22,7 +22,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubbedService]
     folder = tmp_path_factory.mktemp("voices")
     noise = np.random.default_rng(0).uniform(-0.1, 0.1, PROMPT_SAMPLE_RATE).astype(np.float32)
     for name, text in VOICES.items():
-        save_recording(folder / f"{name}.safetensors", Recording(noise, text))
+        save_voice(folder / f"{name}.safetensors", Recording(noise, text))
     with service_with_stub(folder, max_streams=1, voice_aliases=("nova=bert",)) as service:
         yield service
 

@@ -25,7 +25,7 @@ from cosyvoice_triton.voice.audio import at_rate, load_audio, load_untrusted, sa
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.encoders import reference_mel
 from cosyvoice_triton.voice.features import MelConfig, fbank, mel_spectrogram, resample
-from cosyvoice_triton.voice.files import read_voice, save_recording
+from cosyvoice_triton.voice.files import read_voice, save_voice
 from cosyvoice_triton.voice.model import reference
 from cosyvoice_triton.voice.prompt import Recording, validate_reference
 from cosyvoice_triton.voice.recordings import parse_recording
@@ -313,8 +313,8 @@ def test_equal_samples_of_different_rates_are_different_recordings() -> None:
 def test_a_voice_registered_at_16_khz_works_and_says_how_to_get_its_upper_bands(tmp_path, caplog) -> None:
     from safetensors.numpy import load_file, save_file
 
-    save_recording(tmp_path / "new.safetensors", Recording(sine(440, rate=24_000), "Hi.", 24_000))
-    save_recording(tmp_path / "old.safetensors", Recording(sine(440, rate=16_000), "Hi."))
+    save_voice(tmp_path / "new.safetensors", Recording(sine(440, rate=24_000), "Hi.", 24_000))
+    save_voice(tmp_path / "old.safetensors", Recording(sine(440, rate=16_000), "Hi."))
     tensors = load_file(tmp_path / "old.safetensors")
     del tensors["reference_sample_rate"]
     save_file(tensors, tmp_path / "old.safetensors")
