@@ -18,23 +18,6 @@ pytestmark = pytest.mark.server
 TEXT = "Hello there. This is said by a machine."
 
 
-def test_a_part_without_a_voice_is_spoken_by_the_only_one_or_refused_before_any_audio(speech_url) -> None:
-    body = {"input": '<speak><voice name="anna">One.</voice> Two, three.</speak>', "response_format": "pcm"}
-    url, voices = f"{speech_url}/v1/audio/speech", f"{speech_url}/v1/audio/voices"
-    assert httpx.post(url, json=body, timeout=60).status_code == 200
-    files = {"audio_sample": (RECORDING.name, RECORDING.read_bytes())}
-    assert httpx.post(voices, data={"name": "berta"}, files=files, timeout=60).status_code == 201
-    try:
-        refused = httpx.post(url, json=body, timeout=60)
-        assert refused.status_code == 400, refused.text
-        error = refused.json()["error"]
-        assert error["message"].startswith("part 2 of input, '<speak> Two, three.</speak>', has no voice: no voice: ")
-        assert error["message"].endswith("anna, berta") and error["param"] == "input"
-        assert httpx.post(url, json={**body, "voice": "anna"}, timeout=60).status_code == 200
-    finally:
-        httpx.delete(f"{voices}/berta")
-
-
 @contextlib.contextmanager
 def token_session(url: str) -> Iterator[ClientConnection]:
     """A WebSocket in the mode tokens."""

@@ -97,7 +97,7 @@ def test_a_segment_has_a_length_up_to_the_next_mark(served: StubbedService) -> N
         assert error["param"] == next(iter(other))
 
 
-def test_the_default_voice_is_asked_for_only_if_a_later_part_needs_it(served: StubbedService) -> None:
+def test_the_default_voice_is_asked_for_only_if_a_later_part_needs_it(served, monkeypatch) -> None:
     since = len(served.stub.requests)
     text = "<speak><voice name='bert'>One.</voice> Two.</speak>"
     assert len(served.post({**TEXT, "input": text}).content) == 2 * 2 * served.stub.chunks * served.stub.samples
@@ -105,6 +105,11 @@ def test_the_default_voice_is_asked_for_only_if_a_later_part_needs_it(served: St
     asked, *rest = spoken(served.stub, since)
     assert asked == ("", "[pause 20ms]")
     assert rest == [(B, "<speak>One.</speak>"), ("", "<speak> Two.</speak>"), ("", "One."), (B, "Two.")]
+    monkeypatch.setattr(served.stub, "error", "invalid request: no voice: nor a default one")
+    refused = served.post({**TEXT, "input": text})  # before any audio
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "input"
+    words = "part 2 of input, '<speak> Two.</speak>', has no voice: no voice: nor a default one"
+    assert refused.json()["error"]["message"] == words
 
 
 def test_a_recording_in_the_request_is_the_voice_of_the_parts_without_a_name(served: StubbedService) -> None:
