@@ -150,11 +150,12 @@ def say(socket: ClientConnection, *pieces: str) -> list[Any]:
 
 @dataclass
 class StubbedService:
-    """A service and the stub that it uses."""
+    """A service, and the stub that it uses with its address."""
 
     url: str
     stub: TritonStub
     voices: Path
+    triton: str
 
     def post(self, body: Any = None, path: str = SPEECH, **how: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60, **how)
@@ -182,5 +183,5 @@ class StubbedService:
 def service_with_stub(voices: Path, **settings: Any) -> Iterator[StubbedService]:
     """A service that uses a stub."""
     stub = TritonStub()
-    with stubbed(stub, voices_dir=voices, **settings) as url:
-        yield StubbedService(url, stub, voices)
+    with stub_triton(stub) as address, serving(Settings(urls=(address,), voices_dir=voices, **settings)) as url:
+        yield StubbedService(url, stub, voices, address)
