@@ -3,8 +3,6 @@
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,15 +89,6 @@ class Recorder:
         if not np.isfinite(waveform).all():
             raise ClientError("the server's audio is not finite")
         return SpeechResult(waveform, tuple(self.arrivals), total)
-
-
-async def recorded(parts: AsyncGenerator[AudioPart, None]) -> "SpeechResult":
-    """Return the complete answer. Raise ClientError as `Recorder.finish`, and the errors of `parts`."""
-    recorder = Recorder()
-    async with aclosing(parts):
-        async for part in parts:
-            recorder.add(part)
-    return recorder.finish()
 
 
 @dataclass(frozen=True)
