@@ -103,14 +103,6 @@ class SpeechResult:
     def seconds(self) -> float:
         return float(self.waveform.size / SAMPLE_RATE)
 
-    @property
-    def first_chunk(self) -> float:
-        return self.arrivals[0]
-
-    @property
-    def real_time_factor(self) -> float:
-        return self.total / self.seconds
-
     def save(self, path: Path) -> None:
         """Write a 16-bit WAV at 24 kHz; ClientError if the file cannot be written."""
         try:
@@ -123,9 +115,9 @@ class SpeechResult:
         """Return the measurements of the request, one per line."""
         return "\n".join(
             (
-                f"first chunk after  {self.first_chunk * 1000:8.0f} ms",
+                f"first chunk after  {self.arrivals[0] * 1000:8.0f} ms",
                 f"total time         {self.total:8.2f} s",
                 f"audio length       {self.seconds:8.2f} s in {len(self.arrivals)} chunk(s)",
-                f"real-time factor   {self.real_time_factor:8.3f}",
+                f"real-time factor   {self.total / self.seconds:8.3f}",
             )
         )
