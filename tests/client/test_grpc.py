@@ -28,6 +28,7 @@ from cosyvoice_triton.server.tritonserver import free_port
 from tritonclient.utils import InferenceServerException
 
 from tests.support.http_servers import Page, echo_server, http_server
+from tests.support.sounds import recording
 from tests.support.speech_fixtures import stub_triton, until
 from tests.support.triton_stub import TritonStub, texts_of
 
@@ -37,19 +38,11 @@ def command(address: str, output: Path, *more: str, text: str = "你好") -> lis
     return [*sum(where, ()), "--target-text", text, "--output-audio", str(output), *more]
 
 
-@pytest.fixture
-def recording(tmp_path: Path) -> Path:
-    """One second of stereo at 44.1 kHz."""
-    path = tmp_path / "voice.wav"
-    tone = np.sin(np.arange(44_100) * 0.05)
-    sf.write(path, np.stack([tone, np.zeros_like(tone)], axis=1), 44_100)
-    return path
-
-
-def test_a_streamed_answer_is_written_and_its_latencies_are_printed(tmp_path, recording, capsys) -> None:
+def test_a_streamed_answer_is_written_and_its_latencies_are_printed(tmp_path, capsys) -> None:
     stub, output = TritonStub(chunks=2, samples=1800), tmp_path / "deep" / "speech.wav"
+    (tmp_path / "voice.wav").write_bytes(recording(1.0, 44_100, channels=2))
     with stub_triton(stub) as address:
-        voice = ("--reference-audio", str(recording), "--reference-text", "hi")
+        voice = ("--reference-audio", str(tmp_path / "voice.wav"), "--reference-text", "hi")
         assert client_grpc.main(command(address, output, *voice, "--seed", "7", "--parameter", "sampling=triton")) == 0
     written, rate = sf.read(output, dtype="float32")
     assert rate == SAMPLE_RATE and sf.info(output).subtype == "PCM_16"
