@@ -32,13 +32,9 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save
 
 from tests.support.fakes import fake_prompt
-from tests.support.sounds import flac, recording, sound_file
+from tests.support.sounds import flac, recording, sine, sound_file
 from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, serving
 from tests.support.triton_stub import texts_of
-
-
-def noise() -> np.ndarray:
-    return np.random.default_rng(0).uniform(-0.5, 0.5, 16_000).astype(np.float32)
 
 
 def names_of(url: str) -> list[str]:
@@ -54,7 +50,7 @@ def test_open_webui_gets_its_lists_of_voices_and_models_and_speech(served: Stubb
     assert names == ["cosyvoice2_dit", "tts-1", "tts-1-hd", "gpt-4o-mini-tts"] and listed["max_input_chars"] == 4096
     assert [model["languages"] for model in listed["models"]] == [["zh", "en", "ja", "ko"]] * 4
     for name in ("anna", "bert"):  # placed by the operator: aliases stand for no others
-        save_voice(served.voices / f"{name}.safetensors", Recording(noise(), "Hi."))
+        save_voice(served.voices / f"{name}.safetensors", Recording(sine(440, rate=16_000), "Hi."))
     try:
         answer = httpx.get(f"{served.url}/v1/audio/voices").json()
         assert answer["data"] == answer["voices"]
@@ -75,7 +71,7 @@ def test_aliases_can_be_chosen_and_a_registered_voice_comes_first(tmp_path: Path
     settings = Settings(voices_dir=tmp_path, voice_aliases=("nova=bert", "echo=nobody", "alloy", "anna=bert"))
     voices = VoiceFolder(tmp_path, 1 << 20, settings.voice_aliases)
     for name in ("anna", "bert"):
-        save_voice(tmp_path / f"{name}.safetensors", Recording(noise(), "Hi."))
+        save_voice(tmp_path / f"{name}.safetensors", Recording(sine(440, rate=16_000), "Hi."))
     assert voices.aliases() == {"nova": "bert", "alloy": "anna"}
     assert [voices.resolve(name) for name in ("nova", "anna", "echo", "other")] == ["bert", "anna", "echo", "other"]
 

@@ -180,8 +180,8 @@ class StubbedService:
 
 
 @contextlib.contextmanager
-def service_with_stub(voices: Path, **settings: Any) -> Iterator[StubbedService]:
+def service_with_stub(voices: Path, stub: TritonStub | None = None, **settings: Any) -> Iterator[StubbedService]:
     """A service that uses a stub."""
-    stub = TritonStub()
+    stub = stub or TritonStub()
     with stub_triton(stub) as address, serving(Settings(urls=(address,), voices_dir=voices, **settings)) as url:
         yield StubbedService(url, stub, voices, address)
