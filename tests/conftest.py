@@ -237,12 +237,12 @@ def serve(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def speech_stack(serve: Callable[..., Any], demo_models: Path) -> Iterator[object]:
-    """The speech service in front of the real server, see tests/support/speech_fixtures.py."""
-    from tests.support.speech_fixtures import speech_stack_over
+def speech_url(serve: Callable[..., Any], demo_models: Path) -> Iterator[str]:
+    """The URL of the speech service in front of the real server, see tests/support/speech_fixtures.py."""
+    from tests.support.speech_fixtures import speech_over
 
-    with speech_stack_over(serve(), demo_models / "voices") as stack:
-        yield stack
+    with speech_over(serve().grpc_url, demo_models / "voices") as url:
+        yield url
 
 
 def _stop(running: list) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import grpc
 import numpy as np
@@ -27,6 +28,7 @@ from cosyvoice_triton.server.tritonserver import free_port
 from tritonclient.utils import InferenceServerException
 
 from tests.support.http_servers import Page, echo_server, http_server
+from tests.support.sounds import recording
 from tests.support.speech_fixtures import stub_triton, until
 from tests.support.triton_stub import TritonStub, texts_of
 
@@ -36,19 +38,11 @@ def command(address: str, output: Path, *more: str, text: str = "你好") -> lis
     return [*sum(where, ()), "--target-text", text, "--output-audio", str(output), *more]
 
 
-@pytest.fixture
-def recording(tmp_path: Path) -> Path:
-    """One second of stereo at 44.1 kHz."""
-    path = tmp_path / "voice.wav"
-    tone = np.sin(np.arange(44_100) * 0.05)
-    sf.write(path, np.stack([tone, np.zeros_like(tone)], axis=1), 44_100)
-    return path
-
-
-def test_a_streamed_answer_is_written_and_its_latencies_are_printed(tmp_path, recording, capsys) -> None:
+def test_a_streamed_answer_is_written_and_its_latencies_are_printed(tmp_path, capsys) -> None:
     stub, output = TritonStub(chunks=2, samples=1800), tmp_path / "deep" / "speech.wav"
+    (tmp_path / "voice.wav").write_bytes(recording(1.0, 44_100, channels=2))
     with stub_triton(stub) as address:
-        voice = ("--reference-audio", str(recording), "--reference-text", "hi")
+        voice = ("--reference-audio", str(tmp_path / "voice.wav"), "--reference-text", "hi")
         assert client_grpc.main(command(address, output, *voice, "--seed", "7", "--parameter", "sampling=triton")) == 0
     written, rate = sf.read(output, dtype="float32")
     assert rate == SAMPLE_RATE and sf.info(output).subtype == "PCM_16"
@@ -146,27 +140,12 @@ def test_a_text_in_pieces_is_a_sequence_that_ends_with_its_last_piece() -> None:
     assert len({one["sequence_id"].int64_param for one in sent}) == 1
 
 
-class RefusedEarly:
-    """A connection whose call the server has ended before the request was sent."""
-
-    def stream_infer(self, requests: object, stream_timeout: float, headers: object) -> "RefusedEarly":
-        return self
-
-    def __aiter__(self) -> "RefusedEarly":
-        return self
-
-    async def __anext__(self) -> object:
-        metadata = grpc.aio.Metadata()
-        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, metadata, metadata, details="Internal error from Core")
-
-    def cancel(self) -> None:
-        pass
-
-
-async def test_a_call_that_ends_before_its_request_is_sent_says_to_retry() -> None:
+async def test_a_call_that_the_server_ends_before_its_request_is_sent_says_to_retry() -> None:
+    connection, metadata = MagicMock(), grpc.aio.Metadata()
+    ended = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, metadata, metadata, details="Internal error from Core")
+    connection.stream_infer.return_value.__aiter__.side_effect = ended
     with pytest.raises(InferenceServerException, match="retry"):
-        async for _ in grpc_client.chunks(RefusedEarly(), TritonStub.model, Utterance("Hello."), 60.0):
-            pass
+        await anext(grpc_client.chunks(connection, TritonStub.model, Utterance("Hello."), 60.0))
 
 
 MODEL = "cosyvoice2_dit"

@@ -11,18 +11,20 @@ from typing import Any
 import av
 import httpx2 as httpx
 import numpy as np
+import openai
 import pytest
 import soundfile as sf
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
 from cosyvoice_triton.speech_service.audio.recordings import decode, decode_base64
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.security.guard import key_name
-from cosyvoice_triton.speech_service.voices import VoiceFolder
+from cosyvoice_triton.speech_service.voices import NewVoice, VoiceFolder
 from cosyvoice_triton.voice.prompt import Recording
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from tests.speech_service.test_connections import KEY, answers
+from tests.speech_service.test_encoding import decoded
 from tests.support.raw_connections import opened
 from tests.support.sounds import in_base64, sine, sound_file
 from tests.support.speech_fixtures import SPEECH, TEXT, client_that_leaves, counted, events_of, say, stubbed, until
@@ -54,6 +56,18 @@ def test_usage_is_in_the_headers_of_a_whole_answer_and_in_the_metrics_of_its_key
     until(lambda: usage_of(url, "key")[0] == before[0] + 3 * 6 + len("endless"))
     assert usage_of(url, "key")[1] > before[1] + 3 * 15 and usage_of(url, "key")[2] > before[2] + 3 * 0.6
     assert "key=" not in httpx.get(f"{url}/metrics").text.replace(f'key="{key_name("key")}"', "")
+
+
+@pytest.mark.parametrize("name", [None, "opus", "wav"])
+def test_openais_sdk_streams_a_file(url: str, tmp_path: Path, name: str | None) -> None:
+    """Its default is an mp3; test_encoding.py has all formats."""
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="key") as client:
+        create, wanted = client.audio.speech.with_streaming_response.create, name or openai.NOT_GIVEN
+        with create(model="tts-1", voice="zoe", input="Hello.", response_format=wanted) as answer:
+            assert answer.headers["transfer-encoding"] == "chunked"
+            answer.stream_to_file(tmp_path / "speech")
+    wav, rate = decoded(name or "mp3", (tmp_path / "speech").read_bytes(), AudioEncoder(name or "mp3").rate)
+    assert wav.size / rate == pytest.approx(0.6, abs=0.15)
 
 
 def test_a_page_gives_its_websocket_the_key_as_a_subprotocol(url: str) -> None:
@@ -246,10 +260,9 @@ def test_a_wav_file_of_any_subtype_has_its_length(subtype: str) -> None:
 
 
 def test_our_own_flac_can_be_read_and_whole_answers_have_their_length() -> None:
-    encoder = AudioEncoder("flac")
-    streamed = encoder.push(sine(440)) + encoder.finish()
+    encoders = AudioEncoder("flac"), AudioEncoder("flac", hold=True)
+    streamed, whole = (encoder.push(sine(440)) + encoder.finish() for encoder in encoders)
     assert decode(streamed, MIB).seconds == 1
-    whole = encoder.complete(streamed)
     assert sf.info(io.BytesIO(whole)).frames == 24_000
     assert decode(whole, MIB).seconds == 1
 
@@ -309,4 +322,4 @@ def test_voice_names_that_look_alike_are_one(tmp_path: Path) -> None:
     folder = VoiceFolder(tmp_path, MIB)
     assert folder.resolve("cafe\u0301") == "caf\u00e9"  # an accent of its own
     with pytest.raises(ApiError, match="not a valid name"):
-        folder.add("\uff0e\uff0e\uff0fx", b"", "")
+        folder.add(NewVoice(name="\uff0e\uff0e\uff0fx"), b"")

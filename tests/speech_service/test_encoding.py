@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import os
-import re
 import signal
 import socket as sockets
 import struct
@@ -35,7 +34,7 @@ from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.speech_service.settings import Settings
 from websockets.sync.client import connect
 
-from tests.conftest import ROOT
+from tests.recipes.test_recipes import block
 from tests.support.sounds import recording, sine
 from tests.support.speech_fixtures import StubbedService, events_of, say, send
 from tests.support.waiting import until
@@ -143,8 +142,8 @@ def test_samples_beyond_full_scale_are_clipped() -> None:
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].container not in ("", "mulaw", "alaw")])
 def test_a_mark_is_in_every_container_and_changes_nothing_else(name: str) -> None:
-    marked, plain = (AudioEncoder(name, tags=tags) for tags in (MARK, None))
-    files = [each.complete(each.push(TONE) + each.finish()) for each in (marked, plain)]
+    marked, plain = (AudioEncoder(name, tags=tags, hold=True) for tags in (MARK, None))
+    files = [each.push(TONE) + each.finish() for each in (marked, plain)]
     for file, tags in zip(files, (MARK, {}), strict=True):
         with av.open(io.BytesIO(file)) as container:
             found = container.metadata or container.streams[0].metadata
@@ -216,7 +215,6 @@ def test_parts_of_two_voices_with_a_loudness_are_one_file(kind: str, speed: floa
     assert 20 * np.log10(first / second) == pytest.approx(10, abs=1)
 
 
-PAGE = (ROOT / "docs" / "recipes" / "telephony.md").read_text(encoding="utf-8")
 TELEPHONE: dict[str, Any] = {"response_format": "mulaw", "frame_ms": 20, "pace": "realtime"}
 
 
@@ -248,11 +246,8 @@ def test_frames_are_sent_when_they_are_played_over_http_and_the_websocket(served
 def program(number: int, written: str, served: StubbedService, folder: Path) -> Iterator[int]:
     """The port at which a program of the page listens, with the addresses of the test."""
     port = free_port()
-    code = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[number]
-    for old, new in (("http://localhost:10086", served.url), (written, str(port)), ('"slt"', '"zoe"')):
-        assert old in code
-        code = code.replace(old, new)
-    (folder / "telephone.py").write_text(code, encoding="utf-8")
+    used = ("http://localhost:10086", served.url), (written, str(port)), ('"slt"', '"zoe"')
+    (folder / "telephone.py").write_text(block("telephony.md", "python", *used, number=number), encoding="utf-8")
     with subprocess.Popen([sys.executable, folder / "telephone.py"]) as process, sockets.socket() as probe:
         try:
             until(lambda: probe.connect_ex(("127.0.0.1", port)) == 0, 30)

@@ -1,77 +1,33 @@
-"""The speech service with the real tritonserver, through its usual clients: OpenAI's SDK, curl, the WebSocket. The
-weights are random, so only lengths are compared, not words."""
+"""The speech service with the real tritonserver, over HTTP and the WebSocket. The weights are random, so only lengths
+are compared, not words."""
 
 import contextlib
 from collections.abc import Iterator
 
 import httpx2 as httpx
 import numpy as np
-import openai
 import pytest
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
 from cosyvoice_triton.voice.audio import load_audio
 from websockets.sync.client import ClientConnection, connect
 
-from tests.speech_service.test_encoding import decoded
-from tests.support.speech_fixtures import RECORDING, SpeechStack, ask, receive, refused, say, send
+from tests.support.speech_fixtures import RECORDING, ask, receive, refused, say, send
 
 pytestmark = pytest.mark.server
 
 TEXT = "Hello there. This is said by a machine."
-REQUEST = {"model": "tts-1", "voice": "anna", "input": TEXT}
-SEED = {"seed": 7}  # gives the same audio each time, so that formats can be compared
-
-
-@pytest.fixture(scope="module")
-def pcm(speech_stack: SpeechStack) -> np.ndarray:
-    """The samples that every format should contain, int16."""
-    data = speech_stack.client.audio.speech.create(**REQUEST, response_format="pcm", extra_body=SEED).content
-    samples = np.frombuffer(data, "<i2")
-    assert samples.size > SAMPLE_RATE and np.abs(samples).max() > 100
-    return samples
-
-
-@pytest.mark.parametrize("name", [None, "opus", "wav"])
-def test_the_sdk_streams_a_file_of_the_right_length(speech_stack, pcm, tmp_path, name) -> None:
-    """Its default is an mp3; test_encoding.py has all formats."""
-    path = tmp_path / "speech"
-    create = speech_stack.client.audio.speech.with_streaming_response.create
-    with create(**REQUEST, response_format=name or openai.NOT_GIVEN, extra_body=SEED) as answer:
-        assert answer.headers["transfer-encoding"] == "chunked"
-        answer.stream_to_file(path)
-    name = name or "mp3"
-    wav, rate = decoded(name, path.read_bytes(), AudioEncoder(name).rate)
-    assert wav.size / rate == pytest.approx(pcm.size / SAMPLE_RATE, abs=0.15)
-
-
-def test_a_part_without_a_voice_is_spoken_by_the_only_one_or_refused_before_any_audio(speech_stack) -> None:
-    body = {"input": '<speak><voice name="anna">One.</voice> Two, three.</speak>', "response_format": "pcm"}
-    url, voices = f"{speech_stack.url}/v1/audio/speech", f"{speech_stack.url}/v1/audio/voices"
-    assert httpx.post(url, json=body, timeout=60).status_code == 200
-    files = {"audio_sample": (RECORDING.name, RECORDING.read_bytes())}
-    assert httpx.post(voices, data={"name": "berta"}, files=files, timeout=60).status_code == 201
-    try:
-        refused = httpx.post(url, json=body, timeout=60)
-        assert refused.status_code == 400, refused.text
-        error = refused.json()["error"]
-        assert error["message"].startswith("part 2 of input, '<speak> Two, three.</speak>', has no voice: no voice: ")
-        assert error["message"].endswith("anna, berta") and error["param"] == "input"
-        assert httpx.post(url, json={**body, "voice": "anna"}, timeout=60).status_code == 200
-    finally:
-        httpx.delete(f"{voices}/berta")
 
 
 @contextlib.contextmanager
-def token_session(stack: SpeechStack) -> Iterator[ClientConnection]:
+def token_session(url: str) -> Iterator[ClientConnection]:
     """A WebSocket in the mode tokens."""
-    with connect(stack.url.replace("http", "ws") + "/v1/audio/speech/stream") as socket:
+    with connect(url.replace("http", "ws") + "/v1/audio/speech/stream") as socket:
         send(socket, "session.config", voice="anna", mode="tokens")
         yield socket
 
 
-def test_the_socket_speaks_tokens_before_the_text_has_ended(speech_stack: SpeechStack) -> None:
-    with token_session(speech_stack) as socket:
+def test_the_socket_speaks_tokens_before_the_text_has_ended(speech_url: str) -> None:
+    with token_session(speech_url) as socket:
         for utterance, text in enumerate((TEXT, "Hi")):
             for char in text:
                 send(socket, "input.text", text=char)
@@ -84,8 +40,8 @@ def test_the_socket_speaks_tokens_before_the_text_has_ended(speech_stack: Speech
             assert end == {"type": "session.done", "utterance_index": utterance, "total_sentences": 1}
 
 
-def test_the_socket_survives_tokens_that_stop_fail_or_are_cancelled(speech_stack: SpeechStack) -> None:
-    with token_session(speech_stack) as socket:
+def test_the_socket_survives_tokens_that_stop_fail_or_are_cancelled(speech_url: str) -> None:
+    with token_session(speech_url) as socket:
         send(socket, "input.text", text=" ?! ")
         assert "nothing to speak" in ask(socket, "input.done", "warning")["message"]
         assert receive(socket, "session.done")[-1]["utterance_index"] == 0
@@ -100,22 +56,22 @@ def test_the_socket_survives_tokens_that_stop_fail_or_are_cancelled(speech_stack
         assert (done["utterance_index"], done["total_sentences"]) == (3, 0)
 
 
-def test_speech_is_converted_whole_and_while_it_is_spoken(speech_stack: SpeechStack) -> None:
+def test_speech_is_converted_whole_and_while_it_is_spoken(speech_url: str) -> None:
     """Through every model: the source's own tokens, of which there are 25 a second."""
     path, fields = "/v1/audio/voice-conversion", {"voice": "anna", "response_format": "pcm"}
     file = {"audio": (RECORDING.name, RECORDING.read_bytes())}
-    whole = httpx.post(speech_stack.url + path, data=fields, files=file, timeout=60)
+    whole = httpx.post(speech_url + path, data=fields, files=file, timeout=60)
     wav = load_audio(RECORDING, PROMPT_SAMPLE_RATE)
     expected = -(-len(wav) // 640) * SAMPLE_RATE // 25
     assert whole.status_code == 200, whole.text
     assert len(whole.content) / 2 == pytest.approx(expected, abs=SAMPLE_RATE // 25)
     quiet = np.concatenate([np.zeros(PROMPT_SAMPLE_RATE, np.float32), wav])  # a second of which nothing is heard
-    with connect(speech_stack.url.replace("http", "ws") + path + "/stream") as socket:
+    with connect(speech_url.replace("http", "ws") + path + "/stream") as socket:
         send(socket, "session.config", voice="anna")
         for piece in np.array_split((quiet * 32767).astype("<i2"), 60):
             socket.send(piece.tobytes())
         send(socket, "input.done")
         start, *audio, done = receive(socket, "audio.done")
     assert not done["error"] and sum(map(len, audio)) == len(whole.content) + 2 * SAMPLE_RATE
-    refused = httpx.post(speech_stack.url + path, data={**fields, "voice": "nobody"}, files=file, timeout=60)
+    refused = httpx.post(speech_url + path, data={**fields, "voice": "nobody"}, files=file, timeout=60)
     assert refused.status_code == 400 and "'nobody'" in refused.json()["error"]["message"]

@@ -13,7 +13,7 @@ import pytest
 from cosyvoice_triton.constants import SAMPLE_RATE
 
 from tests.conftest import ROOT
-from tests.support.speech_fixtures import RECORDING, VOICE, SpeechStack, counted, until
+from tests.support.speech_fixtures import RECORDING, VOICE, counted, until
 
 playwright = pytest.importorskip("playwright.sync_api")
 SCRIPTS = ROOT / "tests/assets/page"
@@ -42,7 +42,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def page(browser: Any, speech_stack: SpeechStack) -> Iterator[Any]:
+def page(browser: Any, speech_url: str) -> Iterator[Any]:
     """The page, opened; it must have no errors and send requests to the service only."""
     context = browser.new_context(viewport={"width": 1000, "height": 900}, accept_downloads=True, locale="en-GB")
     page = context.new_page()
@@ -53,11 +53,11 @@ def page(browser: Any, speech_stack: SpeechStack) -> Iterator[Any]:
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.add_init_script(path=SCRIPTS / "record_playback.js")
-    page.goto(f"{speech_stack.url}/")
+    page.goto(f"{speech_url}/")
     page.get_by_role("radio", name=VOICE, exact=True).wait_for()
     yield page
     context.close()
-    assert [url for url in requested if not url.startswith((speech_stack.url, f"blob:{speech_stack.url}"))] == []
+    assert [url for url in requested if not url.startswith((speech_url, f"blob:{speech_url}"))] == []
     ignored = "Failed to load resource"  # logged by the browser for status codes such as 400, which the page handles
     assert [error for error in errors if not error.startswith(ignored)] == []
 
@@ -88,9 +88,9 @@ def record(page: Any) -> None:
     page.get_by_text("selected as the voice").wait_for()
 
 
-def cancelled(stack: SpeechStack) -> float:
+def cancelled(url: str) -> float:
     """How many requests ended because their client disconnected."""
-    return counted(stack.url, 'status="gone"', "_total{")
+    return counted(url, 'status="gone"', "_total{")
 
 
 def frames(path: Path) -> int:
@@ -238,8 +238,8 @@ def test_what_will_be_spoken_is_shown_in_the_chosen_language_and_pronunciation(p
 
 
 @pytest.mark.parametrize("by", ["button", "keyboard"])
-def test_stop_ends_playback_and_the_work(page: Any, speech_stack: SpeechStack, by: str) -> None:
-    before = cancelled(speech_stack)
+def test_stop_ends_playback_and_the_work(page: Any, speech_url: str, by: str) -> None:
+    before = cancelled(speech_url)
     text = page.get_by_label("Text", exact=True)
     text.fill(LONG)
     text.press("Control+Enter")
@@ -249,7 +249,7 @@ def test_stop_ends_playback_and_the_work(page: Any, speech_stack: SpeechStack, b
     else:
         page.keyboard.press("Escape")
     state(page, "Stopped.")
-    until(lambda: cancelled(speech_stack) == before + 1)
+    until(lambda: cancelled(speech_url) == before + 1)
     played = page.evaluate("window.played.length")
     page.wait_for_timeout(300)
     assert page.evaluate("window.played.length") == played
@@ -265,12 +265,12 @@ def test_stop_also_ends_the_playback_of_audio_that_has_arrived(page: Any) -> Non
     state(page, "Stopped.")
 
 
-def test_audio_that_cannot_be_played_ends_the_work(page: Any, speech_stack: SpeechStack) -> None:
-    before = cancelled(speech_stack)
+def test_audio_that_cannot_be_played_ends_the_work(page: Any, speech_url: str) -> None:
+    before = cancelled(speech_url)
     page.evaluate("() => { AudioContext.prototype.createBuffer = () => { throw new Error('no memory'); }; }")
     speak(page, LONG)
     page.get_by_text("no memory").wait_for()
-    until(lambda: cancelled(speech_stack) == before + 1)
+    until(lambda: cancelled(speech_url) == before + 1)
 
 
 def test_a_voice_is_recorded_trimmed_judged_saved_with_its_words_and_consent_exported_imported_and_deleted(
@@ -408,8 +408,8 @@ def test_every_control_has_a_name_is_reached_by_keyboard_and_shows_its_focus(pag
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
-def test_it_fits_a_phone_and_is_readable_by_day_and_night(page: Any, speech_stack: SpeechStack, path: str) -> None:
-    page.goto(speech_stack.url + path)
+def test_it_fits_a_phone_and_is_readable_by_day_and_night(page: Any, speech_url: str, path: str) -> None:
+    page.goto(speech_url + path)
     page.locator("summary").first.wait_for()
     page.set_viewport_size({"width": 320, "height": 640})
     if path == "/":

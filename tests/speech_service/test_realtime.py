@@ -9,28 +9,23 @@ import openai
 import pytest
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.routes.realtime import DELTA_BYTES, MAX_ITEMS
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import ClientConnection
 
-from tests.support.speech_fixtures import ask, receive, refused, send, stubbed, until
+from tests.support.speech_fixtures import StubbedService, ask, receive, refused, send, service_with_stub, until
 from tests.support.triton_stub import WARNING, TritonStub, texts_of
 
 MANY_ITEMS: dict[str, Any] = {"type": "response.create", "response": {"input": [{"content": []}] * (MAX_ITEMS + 1)}}
 
 
 @pytest.fixture(scope="module")
-def stub() -> TritonStub:
-    return TritonStub(samples=2 * SAMPLE_RATE)
-
-
-@pytest.fixture(scope="module")
-def url(stub: TritonStub) -> Iterator[str]:
-    with stubbed(stub) as served:
-        yield served
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubbedService]:
+    with service_with_stub(tmp_path_factory.mktemp("voices"), TritonStub(samples=2 * SAMPLE_RATE)) as service:
+        yield service
 
 
 @pytest.fixture
-def socket(url: str) -> Iterator[ClientConnection]:
-    with connect(url.replace("http", "ws") + "/v1/realtime?model=gpt-realtime") as opened:
+def socket(served: StubbedService) -> Iterator[ClientConnection]:
+    with served.connect("/v1/realtime?model=gpt-realtime") as opened:
         receive(opened, "session.created")
         yield opened
 
@@ -44,8 +39,8 @@ def spoken(socket: ClientConnection, stub: TritonStub, response: dict[str, Any])
     return texts_of(stub.requests[-1])
 
 
-def test_openais_client_lets_an_item_be_spoken(url: str, stub: TritonStub) -> None:
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+def test_openais_client_lets_an_item_be_spoken(served: StubbedService) -> None:
+    client, stub = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none"), served.stub
     with client.realtime.connect(model="gpt-realtime") as connection:
         connection.session.update(session={"type": "realtime", "audio": {"output": {"voice": "zoe", "speed": 1}}})
         connection.conversation.item.create(item=item("warn them."))  # type: ignore[arg-type]
@@ -82,7 +77,8 @@ def test_openais_client_lets_an_item_be_spoken(url: str, stub: TritonStub) -> No
     assert texts_of(stub.requests[-1])["speaker"] == "zoe"
 
 
-def test_a_response_speaks_its_input_else_its_instructions_else_the_last_item(socket, stub) -> None:
+def test_a_response_speaks_its_input_else_its_instructions_else_the_last_item(socket, served) -> None:
+    stub = served.stub
     send(socket, "session.update", session={"instructions": "Speak slowly.", "voice": "zoe"})
     send(socket, "conversation.item.create", item=item("First."))
     send(socket, "conversation.item.create", item=item("Last.", "assistant", "output_text", id="last"))
@@ -104,11 +100,10 @@ def test_a_response_speaks_its_input_else_its_instructions_else_the_last_item(so
 
 
 @pytest.mark.parametrize("how", ["header", "subprotocol"])
-def test_a_client_of_the_beta_protocol_gets_its_names_and_a_telephones_audio(url: str, how: str) -> None:
+def test_a_client_of_the_beta_protocol_gets_its_names_and_a_telephones_audio(served: StubbedService, how: str) -> None:
     header = {"OpenAI-Beta": "realtime=v1"} if how == "header" else {}
     protocols = ["realtime", "openai-beta.realtime-v1"] if how == "subprotocol" else []
-    address = url.replace("http", "ws") + "/v1/realtime"
-    with connect(address, additional_headers=header, subprotocols=protocols or None) as socket:  # type: ignore[arg-type]
+    with served.connect("/v1/realtime", additional_headers=header, subprotocols=protocols or None) as socket:
         receive(socket, "conversation.created")
         send(socket, "session.update", session={"output_audio_format": "g711_ulaw", "modalities": ["text", "audio"]})
         assert receive(socket, "session.updated")[-1]["session"]["output_audio_format"] == "g711_ulaw"
@@ -122,8 +117,10 @@ def test_a_client_of_the_beta_protocol_gets_its_names_and_a_telephones_audio(url
     assert abs(size - 8000 * 6) < 100  # a byte for each of 8,000 samples a second
 
 
-def test_a_cancel_ends_the_response_and_the_next_one_is_spoken(socket: ClientConnection, stub: TritonStub) -> None:
-    cancelled = stub.cancelled
+def test_a_cancel_ends_the_response_and_the_next_one_is_spoken(
+    socket: ClientConnection, served: StubbedService
+) -> None:
+    stub, cancelled = served.stub, served.stub.cancelled
     ask(socket, "response.create", "response.output_audio.delta", response={"instructions": "endless talk"})
     second = refused(socket, "response.create", response={"instructions": "Two at once."})
     assert second["code"] == "conversation_already_has_active_response"

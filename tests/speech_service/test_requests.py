@@ -18,7 +18,7 @@ from cosyvoice_triton.voice.files import save_voice
 from tests.support.fakes import fake_prompt
 from tests.support.sounds import in_base64, recording
 from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, counted
-from tests.support.triton_stub import texts_of
+from tests.support.triton_stub import arrays_of, texts_of
 
 BAD_BODIES = {
     "no input": ({"model": "tts-1", "voice": "x"}, "input"),
@@ -34,6 +34,8 @@ BAD_BODIES = {
     "a recording that is not base64": ({**TEXT, "ref_audio": "????"}, "ref_audio"),
     "a recording that is not audio": ({**TEXT, "ref_audio": in_base64(b"RIFF" + bytes(900))}, "ref_audio"),
     "a recording too short": ({**TEXT, "ref_audio": in_base64(recording(0.3))}, "ref_audio"),
+    "times of words with audio alone": ({**TEXT, "timestamps": "word"}, "timestamps"),
+    "subtitles with audio alone": ({**TEXT, "subtitles": "srt"}, "subtitles"),
     "a transcript without a recording": ({**TEXT, "ref_text": "Hello."}, "ref_text"),
     "a list": ([TEXT], None),
     "a text": ("hello", None),
@@ -152,7 +154,8 @@ def test_fields_are_sent_to_the_model_under_its_own_names(served: StubbedService
 @pytest.mark.parametrize(("name", "rate"), [("wav", SAMPLE_RATE), ("mulaw_wav", 8000), ("alaw_wav", 8000)])
 def test_a_wav_file_that_is_not_streamed_has_its_length(served: StubbedService, name: str, rate: int) -> None:
     body = {**TEXT, "response_format": name}
-    batch = served.post({"items": [body]}, "/v1/audio/speech/batch").json()["results"][0]
+    items = [{"input": "Hello.", "response_format": name}]
+    batch = served.post({"items": items, "response_format": "pcm"}, "/v1/audio/speech/batch").json()["results"][0]
     in_json = served.post({**body, "stream_format": "json"}).json()
     spoken = served.stub.chunks * served.stub.samples * rate // SAMPLE_RATE
     assert all("played" in request.parameters for request in list(served.stub.requests)[-2:])
@@ -253,8 +256,8 @@ def test_a_recording_in_any_format_is_sent_with_its_transcript(served: StubbedSe
     assert answer.status_code == 200, answer.text
     request = served.stub.requests[-1]
     assert texts_of(request) == {"target_text": "Hello.", "reference_text": "Hi."}
-    shapes = {tensor.name: list(tensor.shape) for tensor in request.inputs}
-    assert shapes["reference_wav"][1] == pytest.approx(88_200, abs=5000)
+    sent = arrays_of(request)
+    assert sent["reference_sample_rate"] == 44_100 and sent["reference_wav"].size == pytest.approx(88_200, abs=5000)
 
 
 def test_what_will_be_spoken_is_answered_without_a_model(served: StubbedService) -> None:

@@ -1,7 +1,6 @@
 """The speech service over real sockets and as a process, with a stub Triton that fails on request."""
 
 import asyncio
-import base64
 import contextlib
 import signal
 import threading
@@ -109,17 +108,6 @@ def test_one_stream_too_many_is_answered_429_with_retry_after(served: StubbedSer
         assert answer.json()["error"]["type"] == "rate_limit_error"
     until(lambda: not served.live())
     assert served.post(TEXT).status_code == 200
-
-
-def test_a_batch_has_a_result_for_each_item(served: StubbedService) -> None:
-    items = [{"input": "One."}, {"input": "refuse"}, {"input": "Three.", "response_format": "wav"}]
-    answer = served.post({"items": items, "response_format": "pcm", "voice": "zoe"}, f"{SPEECH}/batch").json()
-    assert (answer["succeeded"], answer["failed"]) == (2, 1)
-    first, second, third = answer["results"]
-    assert len(base64.b64decode(first["audio_data"])) == 2 * served.stub.chunks * served.stub.samples
-    assert second["status"] == "error" and second["error"]["message"] == "input is refused"
-    assert second["error"]["param"] == "input"
-    assert third["media_type"] == "audio/wav"
 
 
 @pytest.mark.parametrize("body", [{}, {"items": []}, {"items": [{"input": "x"}] * 4}, {"items": "x"}])

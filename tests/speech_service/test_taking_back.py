@@ -347,11 +347,3 @@ def test_the_socket_sends_the_times_of_each_sentence(served: StubbedService) -> 
     found = [each for each in received if isinstance(each, dict) and each["type"] == "audio.timestamps"]
     assert all((each["utterance_index"], each["sentence_index"]) == (0, 0) for each in found)
     check([segment for each in found for segment in each["segments"]], served.stub.chunks)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"), [({"timestamps": "word"}, "timestamps"), ({"subtitles": "srt"}, "subtitles")]
-)
-def test_what_cannot_have_timestamps_is_refused(served: StubbedService, fields: dict[str, str], param: str) -> None:
-    answer = httpx.post(served.url + SPEECH, json={**TEXT, **fields}, timeout=20)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text

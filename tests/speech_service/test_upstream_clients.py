@@ -207,6 +207,10 @@ def upstreams(**changes: Any) -> dict[str, Any]:
     return {"inputs": list((inputs | changes).values())}
 
 
+def rated(rate: int) -> dict[str, Any]:
+    return tensor("reference_sample_rate", "INT32", [rate])
+
+
 def test_the_request_of_upstreams_client_is_answered_with_numbers(served: StubbedService) -> None:
     answer = served.post(upstreams(), PATH).json()["outputs"][0]
     samples = served.stub.chunks * served.stub.samples
@@ -214,6 +218,8 @@ def test_the_request_of_upstreams_client_is_answered_with_numbers(served: Stubbe
     sent = served.stub.requests[-1]
     assert texts_of(sent) == {"target_text": "Hello.", "reference_text": "It says."}
     assert np.array_equal(arrays_of(sent)["reference_wav"][0], WAV)
+    assert served.post(upstreams(reference_sample_rate=rated(24_000)), PATH).status_code == 200
+    assert arrays_of(served.stub.requests[-1])["reference_sample_rate"] == 24_000
 
 
 def test_tritons_client_gets_bytes_and_sends_parameters(served: StubbedService) -> None:
@@ -244,6 +250,7 @@ BAD = {
     },
     "no object": [1],
     "a sequence": {**upstreams(), "parameters": {"sequence_id": 5, "sequence_start": True}},
+    "a rate that is not carried": upstreams(reference_sample_rate=rated(24_001)),
     "an infinite sample": upstreams(reference_wav=tensor("reference_wav", "FP32", [1e39] * 16_000, (1, 16_000))),
 }
 

@@ -23,22 +23,18 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.security.guard import key_name
 from cosyvoice_triton.speech_service.settings import Settings
-from cosyvoice_triton.speech_service.voices import VoiceFolder
+from cosyvoice_triton.speech_service.voices import NewVoice, VoiceFolder
 from cosyvoice_triton.voice.book import VoiceBook
-from cosyvoice_triton.voice.files import read_voice, save_recording, save_voice
+from cosyvoice_triton.voice.files import read_voice, save_voice
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 from cosyvoice_triton.voice.rights import Rights
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save
 
 from tests.support.fakes import fake_prompt
-from tests.support.sounds import flac, recording, sound_file
+from tests.support.sounds import flac, recording, sine, sound_file
 from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, serving
 from tests.support.triton_stub import texts_of
-
-
-def noise() -> np.ndarray:
-    return np.random.default_rng(0).uniform(-0.5, 0.5, 16_000).astype(np.float32)
 
 
 def names_of(url: str) -> list[str]:
@@ -54,7 +50,7 @@ def test_open_webui_gets_its_lists_of_voices_and_models_and_speech(served: Stubb
     assert names == ["cosyvoice2_dit", "tts-1", "tts-1-hd", "gpt-4o-mini-tts"] and listed["max_input_chars"] == 4096
     assert [model["languages"] for model in listed["models"]] == [["zh", "en", "ja", "ko"]] * 4
     for name in ("anna", "bert"):  # placed by the operator: aliases stand for no others
-        save_recording(served.voices / f"{name}.safetensors", Recording(noise(), "Hi."))
+        save_voice(served.voices / f"{name}.safetensors", Recording(sine(440, rate=16_000), "Hi."))
     try:
         answer = httpx.get(f"{served.url}/v1/audio/voices").json()
         assert answer["data"] == answer["voices"]
@@ -75,7 +71,7 @@ def test_aliases_can_be_chosen_and_a_registered_voice_comes_first(tmp_path: Path
     settings = Settings(voices_dir=tmp_path, voice_aliases=("nova=bert", "echo=nobody", "alloy", "anna=bert"))
     voices = VoiceFolder(tmp_path, 1 << 20, settings.voice_aliases)
     for name in ("anna", "bert"):
-        save_recording(tmp_path / f"{name}.safetensors", Recording(noise(), "Hi."))
+        save_voice(tmp_path / f"{name}.safetensors", Recording(sine(440, rate=16_000), "Hi."))
     assert voices.aliases() == {"nova": "bert", "alloy": "anna"}
     assert [voices.resolve(name) for name in ("nova", "anna", "echo", "other")] == ["bert", "anna", "echo", "other"]
 
@@ -194,7 +190,7 @@ def test_an_invalid_voice_is_rejected(served: StubbedService, name: str, data: b
 def test_of_two_services_with_one_folder_one_adds_a_voice_and_its_transcript(tmp_path: Path) -> None:
     def add(folder: VoiceFolder, name: str, seconds: int) -> int:
         with contextlib.suppress(ApiError):
-            folder.add(name, recording(seconds), f"This takes {seconds} s.")
+            folder.add(NewVoice(name=name, ref_text=f"This takes {seconds} s."), recording(seconds))
             return seconds
         return 0
 
@@ -420,7 +416,7 @@ def test_a_consent_is_for_the_owner_alone(service: httpx.Client, folder: Path) -
 
 def test_nothing_is_left_of_a_deleted_voice(folder: Path) -> None:
     voices = VoiceFolder(folder, 1 << 20)
-    voices.add("anna", recording(), "Hello.", "nginx = engine x", CONSENT, "key")
+    voices.add(NewVoice(name="anna", pronunciation={"nginx": "engine x"}), recording())
     kept = weakref.ref(voices.get("anna"))
     gc.collect()
     assert kept() is not None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.text.markup import MAX_VOICE_PARTS, VoicePart, by_voice
-from cosyvoice_triton.voice.files import save_recording
+from cosyvoice_triton.voice.files import save_voice
 from cosyvoice_triton.voice.prompt import Recording
 
 from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, say, send, service_with_stub, until
@@ -22,7 +22,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubbedService]
     folder = tmp_path_factory.mktemp("voices")
     noise = np.random.default_rng(0).uniform(-0.1, 0.1, PROMPT_SAMPLE_RATE).astype(np.float32)
     for name, text in VOICES.items():
-        save_recording(folder / f"{name}.safetensors", Recording(noise, text))
+        save_voice(folder / f"{name}.safetensors", Recording(noise, text))
     with service_with_stub(folder, max_streams=1, voice_aliases=("nova=bert",)) as service:
         yield service
 
@@ -97,7 +97,7 @@ def test_a_segment_has_a_length_up_to_the_next_mark(served: StubbedService) -> N
         assert error["param"] == next(iter(other))
 
 
-def test_the_default_voice_is_asked_for_only_if_a_later_part_needs_it(served: StubbedService) -> None:
+def test_the_default_voice_is_asked_for_only_if_a_later_part_needs_it(served, monkeypatch) -> None:
     since = len(served.stub.requests)
     text = "<speak><voice name='bert'>One.</voice> Two.</speak>"
     assert len(served.post({**TEXT, "input": text}).content) == 2 * 2 * served.stub.chunks * served.stub.samples
@@ -105,6 +105,11 @@ def test_the_default_voice_is_asked_for_only_if_a_later_part_needs_it(served: St
     asked, *rest = spoken(served.stub, since)
     assert asked == ("", "[pause 20ms]")
     assert rest == [(B, "<speak>One.</speak>"), ("", "<speak> Two.</speak>"), ("", "One."), (B, "Two.")]
+    monkeypatch.setattr(served.stub, "error", "invalid request: no voice: nor a default one")
+    refused = served.post({**TEXT, "input": text})  # before any audio
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "input"
+    words = "part 2 of input, '<speak> Two.</speak>', has no voice: no voice: nor a default one"
+    assert refused.json()["error"]["message"] == words
 
 
 def test_a_recording_in_the_request_is_the_voice_of_the_parts_without_a_name(served: StubbedService) -> None:

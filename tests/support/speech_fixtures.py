@@ -15,60 +15,33 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
-import openai
-from cosyvoice_triton import samples
 from cosyvoice_triton.background import BackgroundLoop
-from cosyvoice_triton.server.tritonserver import TritonServer, free_port
+from cosyvoice_triton.server.tritonserver import free_port
 from cosyvoice_triton.speech_service.command import http_server
 from cosyvoice_triton.speech_service.settings import Settings
 from websockets.sync.client import ClientConnection, connect
 
 from tests.support.raw_connections import SPEECH, opened, request
-from tests.support.server_requests import cancelled_requests
+from tests.support.server_requests import VOICE as RECORDING
+from tests.support.server_requests import VOICE_TEXT
 from tests.support.sounds import recording
 from tests.support.triton_stub import TritonStub
 from tests.support.waiting import until
 
-RECORDING = samples.FOLDER / "reference_en.wav"
 VOICE = "anna"
 TEXT = {"input": "Hello.", "response_format": "pcm"}
 
 
-@dataclass(frozen=True)
-class SpeechStack:
-    """A service with the registered voice VOICE, in front of the real tritonserver."""
-
-    url: str
-    runtime_port: int
-    client: openai.OpenAI
-    triton: TritonServer
-
-    @property
-    def grpc_url(self) -> str:
-        return self.triton.grpc_url
-
-    def cancelled(self) -> int:
-        return cancelled_requests(self.triton)
-
-
-def transcript(recording: Path) -> str:
-    """The transcript of a recording of the samples."""
-    lines = samples.MANIFEST.read_text(encoding="utf-8").splitlines()
-    texts = {entry["prompt_audio"]: entry["prompt_text"] for entry in map(json.loads, lines)}
-    return str(texts[recording.name])
-
-
 @contextlib.contextmanager
-def speech_stack_over(triton: TritonServer, voices: Path) -> Iterator[SpeechStack]:
-    """Registers VOICE through the service's own route, in a folder that is empty before and removed after."""
+def speech_over(triton: str, voices: Path) -> Iterator[str]:
+    """The URL of a service in front of the real tritonserver at an address. It registers VOICE through its own route,
+    in a folder that is empty before and removed after."""
     shutil.rmtree(voices, ignore_errors=True)
-    port = free_port()
-    with serving(Settings(urls=(triton.grpc_url,), voices_dir=voices, runtime_port=port)) as url:
+    with serving(Settings(urls=(triton,), voices_dir=voices)) as url:
         files = {"audio_sample": (RECORDING.name, RECORDING.read_bytes())}
-        words = {"name": VOICE, "ref_text": transcript(RECORDING)}
+        words = {"name": VOICE, "ref_text": VOICE_TEXT}
         assert httpx.post(f"{url}/v1/audio/voices", data=words, files=files, timeout=60).status_code == 201
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5) as client:
-            yield SpeechStack(url, port, client, triton)
+        yield url
     shutil.rmtree(voices)
 
 
@@ -177,11 +150,12 @@ def say(socket: ClientConnection, *pieces: str) -> list[Any]:
 
 @dataclass
 class StubbedService:
-    """A service and the stub that it uses."""
+    """A service, and the stub that it uses with its address."""
 
     url: str
     stub: TritonStub
     voices: Path
+    triton: str
 
     def post(self, body: Any = None, path: str = SPEECH, **how: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60, **how)
@@ -206,8 +180,8 @@ class StubbedService:
 
 
 @contextlib.contextmanager
-def service_with_stub(voices: Path, **settings: Any) -> Iterator[StubbedService]:
+def service_with_stub(voices: Path, stub: TritonStub | None = None, **settings: Any) -> Iterator[StubbedService]:
     """A service that uses a stub."""
-    stub = TritonStub()
-    with stubbed(stub, voices_dir=voices, **settings) as url:
-        yield StubbedService(url, stub, voices)
+    stub = stub or TritonStub()
+    with stub_triton(stub) as address, serving(Settings(urls=(address,), voices_dir=voices, **settings)) as url:
+        yield StubbedService(url, stub, voices, address)

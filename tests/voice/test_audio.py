@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 import numpy as np
 import pytest
 import soundfile as sf
@@ -19,21 +18,19 @@ from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.load.samples import read_manifest
 from cosyvoice_triton.orchestrator.request import RequestRules
 from cosyvoice_triton.speech_service.audio.recordings import decode
-from cosyvoice_triton.speech_service.voices import VoiceFolder
-from cosyvoice_triton.stacks import COSYVOICE3, DEFAULT
+from cosyvoice_triton.speech_service.voices import NewVoice, VoiceFolder
+from cosyvoice_triton.stacks import COSYVOICE3
 from cosyvoice_triton.voice.audio import at_rate, load_audio, load_untrusted, save_audio
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.encoders import reference_mel
 from cosyvoice_triton.voice.features import MelConfig, fbank, mel_spectrogram, resample
-from cosyvoice_triton.voice.files import read_voice, save_recording
+from cosyvoice_triton.voice.files import read_voice, save_voice
 from cosyvoice_triton.voice.model import reference
 from cosyvoice_triton.voice.prompt import Recording, validate_reference
 from cosyvoice_triton.voice.recordings import parse_recording
 
 from tests.support import fake_triton
 from tests.support.sounds import sine, sound_file
-from tests.support.speech_fixtures import StubbedService
-from tests.support.triton_stub import arrays_of
 
 SECOND = PROMPT_SAMPLE_RATE
 TONE_HZ = 10_000
@@ -231,7 +228,7 @@ def of_command_line(path: Path) -> Any:
 
 def of_service_folder(path: Path) -> Any:
     folder = VoiceFolder(path.parent / "voices", MIB)
-    assert folder.add("anna", path.read_bytes(), "").seconds == 1
+    assert folder.add(NewVoice(name="anna"), path.read_bytes()).seconds == 1
     return folder.get("anna")
 
 
@@ -264,26 +261,6 @@ def test_a_tone_of_10_khz_reaches_the_mel_of_cosyvoice3(door: Callable[[Path], A
     assert has_the_tone(door(tmp_path / "tone.wav"))
 
 
-def test_the_service_passes_the_rate_of_a_recording_on(served: StubbedService) -> None:
-    files = {"ref_audio": ("a.wav", sound_file(sine(TONE_HZ, rate=48_000), 48_000))}
-    answer = httpx.post(f"{served.url}/v1/audio/speech", data={"input": "Hello."}, files=files, timeout=20)
-    assert answer.status_code == 200 and has_the_tone(received(arrays_of(served.stub.requests[-1])))
-
-
-def test_tritons_http_protocol_has_the_rate_too(served: StubbedService) -> None:
-    inputs = [
-        {"name": "target_text", "datatype": "BYTES", "shape": [1, 1], "data": ["Hello."]},
-        {"name": "reference_wav", "datatype": "FP32", "shape": [1, 24_000], "data": sine(TONE_HZ).tolist()},
-        {"name": "reference_sample_rate", "datatype": "INT32", "shape": [1, 1], "data": [24_000]},
-    ]
-    path = f"/v2/models/{DEFAULT.orchestrator}/infer"
-    assert served.post({"inputs": inputs}, path).status_code == 200
-    assert has_the_tone(received(arrays_of(served.stub.requests[-1])))
-    inputs[2]["data"] = [24_001]
-    answer = served.post({"inputs": inputs}, path)
-    assert answer.status_code == 400 and "reference_sample_rate 24001" in answer.json()["error"]
-
-
 def test_a_rate_of_16_khz_is_not_sent_so_that_upstreams_server_answers() -> None:
     assert "reference_sample_rate" not in Utterance("Hello.", sine(440, rate=PROMPT_SAMPLE_RATE)).arrays()
 
@@ -313,8 +290,8 @@ def test_equal_samples_of_different_rates_are_different_recordings() -> None:
 def test_a_voice_registered_at_16_khz_works_and_says_how_to_get_its_upper_bands(tmp_path, caplog) -> None:
     from safetensors.numpy import load_file, save_file
 
-    save_recording(tmp_path / "new.safetensors", Recording(sine(440, rate=24_000), "Hi.", 24_000))
-    save_recording(tmp_path / "old.safetensors", Recording(sine(440, rate=16_000), "Hi."))
+    save_voice(tmp_path / "new.safetensors", Recording(sine(440, rate=24_000), "Hi.", 24_000))
+    save_voice(tmp_path / "old.safetensors", Recording(sine(440, rate=16_000), "Hi."))
     tensors = load_file(tmp_path / "old.safetensors")
     del tensors["reference_sample_rate"]
     save_file(tensors, tmp_path / "old.safetensors")

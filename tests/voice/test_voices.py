@@ -16,7 +16,7 @@ from cosyvoice_triton.voice import book as voices
 from cosyvoice_triton.voice.audio import save_audio
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.bundle import export_voice, read_bundle
-from cosyvoice_triton.voice.files import is_voice_name, register_voice, save_pronunciation, save_recording, save_voice
+from cosyvoice_triton.voice.files import is_voice_name, register_voice, save_pronunciation, save_voice
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 from cosyvoice_triton.voice.rights import UNKNOWN, Rights
 from safetensors.torch import save_file
@@ -138,7 +138,7 @@ def test_a_voice_keeps_its_instruction_in_every_file(saved, instruction, text, f
     save_audio(folder / "recorded.wav", TONE, SAMPLE_RATE)
     (folder / "recorded.txt").write_text(saved)
     save_voice(folder / "encoded.safetensors", dataclasses.replace(book.get("001"), loudness=-20.5))
-    save_recording(folder / "uploaded.safetensors", dataclasses.replace(book.get("recorded"), loudness=-20.5))
+    save_voice(folder / "uploaded.safetensors", dataclasses.replace(book.get("recorded"), loudness=-20.5))
     for name in ("001", "002", "encoded", "recorded", "uploaded"):
         voice = book.get(name)
         assert (voice.instruction, voice.text) == (instruction, text), name

@@ -3,8 +3,6 @@
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,15 +91,6 @@ class Recorder:
         return SpeechResult(waveform, tuple(self.arrivals), total)
 
 
-async def recorded(parts: AsyncGenerator[AudioPart, None]) -> "SpeechResult":
-    """Return the complete answer. Raise ClientError as `Recorder.finish`, and the errors of `parts`."""
-    recorder = Recorder()
-    async with aclosing(parts):
-        async for part in parts:
-            recorder.add(part)
-    return recorder.finish()
-
-
 @dataclass(frozen=True)
 class SpeechResult:
     """One answered request: float32 (N,) at 24 kHz and its times in seconds since the request was sent."""
@@ -113,14 +102,6 @@ class SpeechResult:
     @property
     def seconds(self) -> float:
         return float(self.waveform.size / SAMPLE_RATE)
-
-    @property
-    def first_chunk(self) -> float:
-        return self.arrivals[0]
-
-    @property
-    def real_time_factor(self) -> float:
-        return self.total / self.seconds
 
     def save(self, path: Path) -> None:
         """Write a 16-bit WAV at 24 kHz; ClientError if the file cannot be written."""
@@ -134,9 +115,9 @@ class SpeechResult:
         """Return the measurements of the request, one per line."""
         return "\n".join(
             (
-                f"first chunk after  {self.first_chunk * 1000:8.0f} ms",
+                f"first chunk after  {self.arrivals[0] * 1000:8.0f} ms",
                 f"total time         {self.total:8.2f} s",
                 f"audio length       {self.seconds:8.2f} s in {len(self.arrivals)} chunk(s)",
-                f"real-time factor   {self.real_time_factor:8.3f}",
+                f"real-time factor   {self.total / self.seconds:8.3f}",
             )
         )

@@ -17,7 +17,7 @@ from tritonclient.utils import InferenceServerException
 from cosyvoice_triton import stacks
 from cosyvoice_triton.addresses import ENDED_EARLY, channel_options
 from cosyvoice_triton.client import failures
-from cosyvoice_triton.client.answer import AudioPart, SpeechResult, recorded
+from cosyvoice_triton.client.answer import AudioPart, Recorder, SpeechResult
 from cosyvoice_triton.client.failures import ClientError
 from cosyvoice_triton.client.utterance import Parameters, Utterance
 from cosyvoice_triton.monitoring import tracing
@@ -35,7 +35,11 @@ async def synthesize(
     """
     async with AsyncConnection(server) as connection:
         await require_model(connection.client, server, model, mode)
-        return await recorded(connection.stream(model, request, mode, timeout))
+        recorder = Recorder()
+        async with aclosing(connection.stream(model, request, mode, timeout)) as parts:
+            async for part in parts:
+                recorder.add(part)
+        return recorder.finish()
 
 
 class AsyncConnection:

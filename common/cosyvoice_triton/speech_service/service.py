@@ -95,11 +95,10 @@ class Service:
 
     async def conversion(
         self, wanted: BaseModel, source: bytes | tuple[Pieces[np.ndarray], int] | None
-    ) -> tuple[SpeechRequest, SpeechAnswer]:
-        """Return the answer to a validated conversion, not generated yet, and what of it a request for speech has.
-        source: an uploaded recording, or pieces of speech and their rate. ApiError."""
-        encoded, asked = getattr(wanted, "audio", ""), self.asked(wanted)
-        answer = await self.answer(asked)
+    ) -> SpeechAnswer:
+        """Return the answer to a validated conversion, not generated yet. source: an uploaded recording, or pieces of
+        speech and their rate. ApiError."""
+        answer = await self.answer(self.asked(wanted))
         (utterance,) = answer.utterances
         parameters = {name: each for name, each in utterance.parameters.items() if name in ("played", "trim_reference")}
         utterance = replace(utterance, target_text="", instruct_text=None, parameters=parameters)
@@ -107,10 +106,10 @@ class Service:
             utterance = replace(utterance, source_pieces=source[0], source_sample_rate=source[1])
         else:
             async with self.dispatcher.decoding:
-                heard = await asyncio.to_thread(self._decoded, source, encoded)
+                heard = await asyncio.to_thread(self._decoded, source, getattr(wanted, "audio", ""))
             utterance = replace(utterance, source=heard.wav, source_sample_rate=heard.rate)
         answer.utterances, answer.chars = (utterance,), 0
-        return asked, answer
+        return answer
 
     def asked(self, wanted: BaseModel) -> SpeechRequest:
         """Return what a validated conversion has of a request for speech. ApiError."""

@@ -9,24 +9,46 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Annotated
 
-from cosyvoice_triton.constants import MAX_TRANSCRIPT_CHARS
+from pydantic import BaseModel, ConfigDict, Field
+
+from cosyvoice_triton.constants import LOUDEST, MAX_TRANSCRIPT_CHARS, QUIETEST
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.speech_service.audio.recordings import decode, decode_apart
 from cosyvoice_triton.speech_service.errors import ApiError, invalid, naming
+from cosyvoice_triton.speech_service.limits import MAX_FIELDS, Finite, Text, Words
 from cosyvoice_triton.text import clean_transcript, stored_transcript
-from cosyvoice_triton.text.pronunciation import pronunciations
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.bundle import export_voice, read_bundle
-from cosyvoice_triton.voice.files import delete_voice, is_voice_name, normalized, register_voice
+from cosyvoice_triton.voice.files import MAX_NAME_BYTES, delete_voice, is_voice_name, normalized, register_voice
 from cosyvoice_triton.voice.judgement import Judgement, judge
 from cosyvoice_triton.voice.mix import is_mix, mixed_voices
 from cosyvoice_triton.voice.prompt import Prompt, Recording
-from cosyvoice_triton.voice.rights import ANYONE, Rights
+from cosyvoice_triton.voice.rights import ANYONE, MAX_CONSENT_CHARS, Rights
 
 MAX_VOICES = 1000  # of a folder, whose files are listed again for each list of voices and each new one
 VOICE_BYTES = 2 << 20  # of a voice on average: 10 s at 48 kHz
+
+
+class NewVoice(BaseModel):
+    """A voice to be registered. Unknown fields are warnings."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra={"maxProperties": MAX_FIELDS})
+
+    name: Annotated[Text, Field(max_length=MAX_NAME_BYTES)]
+    ref_text: Annotated[Text, Field(max_length=MAX_TRANSCRIPT_CHARS)] = Field("", description="of the recording")
+    instructions: Annotated[Text, Field(max_length=MAX_TRANSCRIPT_CHARS)] = Field(
+        "", description="how the voice speaks, unless a request says how"
+    )
+    loudness: Finite | None = Field(
+        None, ge=QUIETEST, le=LOUDEST, description="LUFS of its answers, unless a request says another"
+    )
+    trim_reference: bool = Field(False, description="cut the silence at its ends to 0.2 s, and mend its end")
+    pronunciation: Words = Field({}, description="words, and what is spoken for each, one a line")
+    consent: Annotated[Text, Field(max_length=MAX_CONSENT_CHARS)] = Field(
+        "", description="the speaker's agreement, or where it is kept"
+    )
 
 
 class VoiceFolder(VoiceBook):
@@ -73,37 +95,19 @@ class VoiceFolder(VoiceBook):
         except (UnavailableError, ValueError):
             return ""
 
-    def add(
-        self,
-        name: str,
-        data: bytes,
-        text: str,
-        words: Any = "",
-        consent: str = "",
-        key: str = "",
-        instructions: str = "",
-        trim: bool = False,
-        loudness: float | None = None,
-    ) -> Judgement:
-        """Register a recording with its transcript (empty: unknown) and its dictionary.
-
-        consent, key: as in `Rights`. instructions, loudness: how the voice speaks, unless a request says how. trim: see
-        `Judgement.mended`. Returns what is to be said of the recording. ApiError.
-        """
-        name = self._new(name)
+    def add(self, new: NewVoice, data: bytes, key: str = "") -> Judgement:
+        """Register a recording for an API key; return what is to be said of it. ApiError."""
+        name, text = self._new(new.name), new.ref_text
         with naming("ref_text"):
-            text = stored_transcript(instructions, text) if instructions.strip() else text
+            text = stored_transcript(new.instructions, text) if new.instructions.strip() else text
             instruction, text = clean_transcript(text, name="ref_text", max_chars=MAX_TRANSCRIPT_CHARS)
-        with naming("pronunciation"):
-            words = pronunciations(words)
         with naming("audio_sample"):
-            recording = replace(decode(data, self._max_bytes), text=text, instruction=instruction, loudness=loudness)
-        with naming("consent"):
-            rights = Rights.now(consent, key or ANYONE)
+            recording = decode(data, self._max_bytes)
+        recording = replace(recording, text=text, instruction=instruction, loudness=new.loudness)
         judged = judge(recording)
-        if trim:
+        if new.trim_reference:
             judged = judge(recording := judged.mended(recording))
-        self._save(name, recording, words, rights)
+        self._save(name, recording, new.pronunciation, Rights.now(new.consent, key or ANYONE))
         return judged
 
     def export(self, name: str, key: str) -> bytes:

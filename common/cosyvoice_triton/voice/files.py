@@ -79,7 +79,7 @@ def normalized(name: str) -> str:
 
 
 def read_voice(path: Path, full_band: bool = False) -> Prompt | Recording:
-    """Return the voice in a file written by `save_voice` or `save_recording`. ValueError naming the file if it is
+    """Return the voice in a file written by `save_voice` or `register_voice`. ValueError naming the file if it is
     damaged.
 
     full_band: the stack's mel has bands above those of a 16 kHz recording.
@@ -114,27 +114,20 @@ def parse_voice(data: bytes, where: str, full_band: bool = False) -> Prompt | Re
         raise ValueError(f"{where}: {error}") from error
 
 
-def save_voice(path: Path, prompt: Prompt, rights: Rights = UNKNOWN) -> None:
-    """Write a voice, in place of an older one; readers see a complete file or none."""
-    with _new_file(path, _content(prompt, rights)) as work:
-        work.replace(path)
-
-
-def save_recording(path: Path, voice: Recording | Prompt, rights: Rights = UNKNOWN) -> None:
-    """Write a voice with its transcript: one file, so that readers never see those of different voices.
-
-    FileExistsError if the file exists; of several processes that share the folder, one creates it.
-    """
+def save_voice(path: Path, voice: Recording | Prompt, rights: Rights = UNKNOWN) -> None:
+    """Write a voice with its transcript, in place of an older one; readers see a complete file or none."""
     with _new_file(path, _content(voice, rights)) as work:
-        os.link(work, path)
+        work.replace(path)
 
 
 def register_voice(
     folder: Path, name: str, voice: Recording | Prompt, words: Mapping[str, str], rights: Rights
 ) -> None:
-    """Write a new voice and its dictionary, or nothing. FileExistsError if there is such a file."""
+    """Write a new voice and its dictionary, or nothing. FileExistsError if there is such a file; of several processes
+    that share the folder, one creates it."""
     path = folder / f"{name}.safetensors"
-    save_recording(path, voice, rights)
+    with _new_file(path, _content(voice, rights)) as work:
+        os.link(work, path)
     try:
         save_pronunciation(folder, name, words)
     except BaseException:

@@ -4,7 +4,7 @@ Uses FFmpeg's encoders and filters through PyAV. An encoder belongs to one answe
 release the GIL, so those of compressed formats should run in a thread.
 """
 
-import struct
+import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,8 +44,8 @@ class Format:
 TELEPHONE = frozenset((8_000,))
 
 FORMATS = {
-    # The header of an MP3 or WAV file has its length, which is not known yet. Players accept a header without one, or
-    # with the largest possible one.
+    # The header of an MP3 or WAV file has its length, which is not known while it is streamed. Players accept a header
+    # without one, or with the largest possible one.
     # Neither a Xing header, which is written by seeking back, nor tags.
     "mp3": Format(
         *("audio/mpeg", "mp3", "libmp3lame", 96_000, {"write_xing": "0", "id3v2_version": "0"}),
@@ -78,7 +78,8 @@ class AudioEncoder:
     """Float chunks at the models' rate -> bytes of the format `name`, at `rate` and `speed`, `volume` times as loud.
 
     rate: as far as the format has a choice. frame_ms: of the pieces that `framed` makes; None: they come as they are.
-    tags: of the container, if it has a place for them. hold: a part with a loudness (`begin`) is encoded at its end.
+    tags: of the container, if it has a place for them. hold: a part with a loudness (`begin`) is encoded at its end,
+    and a file comes as a whole at the end, with its length in its header.
     paced: frames are to be sent when they are played, by `frame_seconds`.
     ValueError for an unsupported value. watermark: returns the samples of a chunk marked, float32 (N,) at SAMPLE_RATE.
     """
@@ -98,7 +99,7 @@ class AudioEncoder:
     ) -> None:
         if name not in FORMATS:
             raise ValueError(f"response_format {name!r} is not one of {', '.join(FORMATS)}")
-        self.format = FORMATS[name]
+        self.name, self.format = name, FORMATS[name]
         if rate is None:
             rate = SAMPLE_RATE if SAMPLE_RATE in self.format.rates else min(self.format.rates)
         if rate not in self.format.rates:
@@ -123,9 +124,8 @@ class AudioEncoder:
         self._volume = volume
         self._hold = hold
         self._levellers: list[Leveller | None] = [None]  # of the part that comes, and of those before with held audio
-        self._samples = 0  # encoded so far
         self._filter = _filter_of(rate, speed)
-        self._writer = _ContainerWriter(self.format, rate, tags) if self.format.container else None
+        self._writer = _ContainerWriter(self.format, rate, tags, hold) if self.format.container else None
 
     @property
     def direct(self) -> bool:
@@ -166,18 +166,6 @@ class AudioEncoder:
         for begin in range(0, whole, size or 1):
             yield data[begin : begin + size]
 
-    def complete(self, audio: bytes) -> bytes:
-        """Return all bytes of an answer, with the length in the header of a WAV or FLAC file, which is not known while
-        it is streamed."""
-        if self.format.container == "flac":  # 36 bits of the first block: see RFC 9639, 8.2
-            about = int.from_bytes(audio[18:26], "big") >> 36 << 36 | self._samples
-            return audio[:18] + about.to_bytes(8, "big") + audio[26:]
-        if self.format.container != "wav":
-            return audio
-        samples = audio.index(b"data") + 8  # a chunk begins with its name and its length
-        lengths = [struct.pack("<I", len(audio) - begin) for begin in (8, samples)]
-        return audio[:4] + lengths[0] + audio[8 : samples - 4] + lengths[1] + audio[samples:]
-
     def _filtered(self, chunk: np.ndarray | None) -> Iterator[np.ndarray]:
         if chunk is not None and not chunk.size:  # a level that holds everything; an encoder would take it for the end
             return
@@ -201,15 +189,14 @@ class AudioEncoder:
 
     def _bytes(self, wave: np.ndarray) -> bytes:
         pcm = np.rint(np.clip(wave * self._volume, -1.0, 1.0) * _INT16_PEAK).astype("<i2")
-        self._samples += len(pcm)
         return pcm.tobytes() if self._writer is None else self._writer.write(pcm)
 
 
 class _ContainerWriter:
-    """A codec and its container, written to a stream that does not support seeking."""
+    """A codec and its container. hold: the whole file comes at its end."""
 
-    def __init__(self, kind: Format, rate: int, tags: Mapping[str, str] | None) -> None:
-        self._sink = _Sink()
+    def __init__(self, kind: Format, rate: int, tags: Mapping[str, str] | None, hold: bool) -> None:
+        self._sink = _Sink(hold)
         self._rate = rate
         options = {**kind.options, **(kind.tagged if tags else {}), "flush_packets": "1"}
         self._container = av.open(self._sink, "w", format=kind.container, options=options)
@@ -224,22 +211,26 @@ class _ContainerWriter:
     def close(self) -> bytes:
         self._container.mux(self._stream.encode(None))
         self._container.close()
-        return self._sink.take()
+        return self._sink.getvalue()
 
 
-class _Sink:
-    """The file object that PyAV writes to."""
+class _Sink(io.BytesIO):
+    """The file that PyAV writes to. hold: FFmpeg may go back to its header at the end."""
 
-    def __init__(self) -> None:
-        self._data = bytearray()
+    def __init__(self, hold: bool) -> None:
+        super().__init__()
+        self._hold = hold
 
-    def write(self, data: bytes) -> int:
-        self._data += data
-        return len(data)
+    def seekable(self) -> bool:
+        return self._hold
 
     def take(self) -> bytes:
-        data = bytes(self._data)
-        self._data.clear()
+        """Return what was written since the last call; nothing if the file is held until its end."""
+        if self._hold:
+            return b""
+        data = self.getvalue()
+        self.seek(0)
+        self.truncate()
         return data
 
 

@@ -17,7 +17,6 @@ from starlette.responses import Response
 from cosyvoice_triton.client.utterance import Pieces, sound_pieces
 from cosyvoice_triton.constants import MAX_REFERENCE_RATE, MAX_SOURCE_SECONDS, MIN_REFERENCE_RATE, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.speech_service import openapi as doc
-from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.bodies import ConversionRequest, parse
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.speech_service.limits import MAX_WAITING_CONVERSIONS
@@ -39,7 +38,8 @@ async def convert(request: Request) -> Response:
     """Speak a recording in another voice; the audio is streamed."""
     service = Service.of(request)
     async with service.dispatcher.upload_slot(request.headers.get("content-length")):
-        wanted, answer = await service.conversion(*await _BODY.read(request))
+        wanted, upload = await _BODY.read(request)
+        answer = await service.conversion(wanted, upload)
     return responded(service, wanted, answer)
 
 
@@ -60,30 +60,27 @@ class ConversionSession(SocketSessionBase):
         self._waiting: deque[Pieces[np.ndarray]] = deque()
         self._spoken: Pieces[np.ndarray] | None = None  # the one that is being converted
         self._utterance = 0
+        self.handlers = {
+            "session.config": self._configure,
+            "input.done": self._finish,
+            "input.cancel": self._cancel,
+            "session.close": self._close,
+        }
 
-    async def _handle(self, fields: dict[str, Any]) -> bool:
-        kind = fields.pop("type", None)
-        if kind == "session.config":
-            self._configure(fields)
-        elif kind == "input.done":
-            if self._pieces is not None:
-                self._pieces.end()
-            self._pieces = None
-        elif kind in ("input.cancel", "session.close"):
-            self._waiting.clear()
-            await self.stop_speaking()
-            self._spoken = None
-            self._pieces, cancelled, self._utterance = None, self._utterance, self._utterance + 1
-            self._hold()
-            if kind == "session.close":
-                await self._socket.close()
-                return False
-            await self._send("audio.cancelled", utterance_index=cancelled)
-        else:
-            raise invalid(f"the message type {kind!r} is unknown", "type")
-        return True
+    async def _finish(self, _: dict[str, Any]) -> None:
+        if self._pieces is not None:
+            self._pieces.end()
+        self._pieces = None
 
-    def _configure(self, fields: dict[str, Any]) -> None:
+    async def _cancel(self, _: dict[str, Any]) -> None:
+        self._waiting.clear()
+        await self.stop_speaking()
+        self._pieces = self._spoken = None
+        cancelled, self._utterance = self._utterance, self._utterance + 1
+        self._hold()
+        await self._send("audio.cancelled", utterance_index=cancelled)
+
+    async def _configure(self, fields: dict[str, Any]) -> None:
         if self._pieces or self._waiting or self._speaking:
             raise invalid("session.config during an utterance: send it before its audio or after audio.done")
         rate = fields.pop("input_sample_rate", PROMPT_SAMPLE_RATE)
@@ -121,12 +118,9 @@ class ConversionSession(SocketSessionBase):
         if not self._waiting:
             return False
         self._spoken = self._waiting.popleft()
-        await self._send_answer({"utterance_index": self._utterance}, self._opened(self._spoken))
+        opened = self._service.conversion(self._wanted, (self._spoken, self._rate))
+        await self._send_answer({"utterance_index": self._utterance}, opened)
         return True
-
-    async def _opened(self, pieces: Pieces[np.ndarray]) -> tuple[str, SpeechAnswer]:
-        _, answer = await self._service.conversion(self._wanted, (pieces, self._rate))
-        return self._wanted.response_format, answer
 
     def _answer_ended(self) -> None:
         self._utterance, self._spoken = self._utterance + 1, None

@@ -13,6 +13,7 @@ its names of events and fields; what they send is read in either form.
 
 import base64
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, WebSocket
@@ -79,6 +80,20 @@ class RealtimeSession(SocketSessionBase):
         model = socket.query_params.get("model", "")
         if not model.startswith(("gpt-", "tts-")):  # OpenAI's stand for the default one
             self._config["model"] = model
+        self.handlers = {
+            "session.update": self._update,
+            "conversation.item.create": self._create_item,
+            "conversation.item.retrieve": self._retrieve_item,
+            "conversation.item.truncate": self._truncate_item,
+            "conversation.item.delete": self._delete_item,
+            "response.create": self._create_response,
+            "response.replace": self._replace,
+            "response.cancel": self._cancel,
+            "input_audio_buffer.clear": lambda _: self._send("input_audio_buffer.cleared"),  # it is always empty
+            **{
+                kind: partial(self._refuse, kind) for kind in ("input_audio_buffer.append", "input_audio_buffer.commit")
+            },
+        }
 
     async def run(self) -> None:
         """Begin as the protocol wants it, then handle messages."""
@@ -88,50 +103,38 @@ class RealtimeSession(SocketSessionBase):
             await self._send("conversation.created", conversation=conversation)
         await super().run()
 
-    async def _handle(self, fields: dict[str, Any]) -> bool:
+    async def _handle(self, fields: dict[str, Any]) -> None:
         event = fields.get("event_id")
         self._event = event if _is_text(event, MAX_ID_CHARS) else None
-        kind = fields.get("type")
-        if kind == "session.update":
-            config = self._updated(_object(fields, "session"))
-            await self._check_voice(config)
-            self._config = config
-            await self._send("session.updated", session=self._session())
-        elif str(kind).startswith("conversation.item."):
-            await self._handle_item(str(kind).rpartition(".")[2], fields)
-        elif kind == "response.create":
-            await self._create_response(_object(fields, "response"))
-        elif kind == "response.replace":
-            await self._replace(fields)
-        elif kind == "response.cancel":
-            await self._cancel(fields.get("response_id"))
-        elif kind == "input_audio_buffer.clear":
-            await self._send("input_audio_buffer.cleared")  # it is always empty
-        elif kind in ("input_audio_buffer.append", "input_audio_buffer.commit"):
-            raise invalid(f"{kind}: {_TEXT_ONLY}", "type", "input_audio_not_supported")
-        else:
-            raise invalid(f"the message type {kind!r} is unknown", "type")
-        return True
+        await super()._handle(fields)
 
-    async def _handle_item(self, action: str, fields: dict[str, Any]) -> None:
-        if action == "create":
-            await self._create_item(_object(fields, "item"), fields.get("previous_item_id"))
-        elif action == "retrieve":
-            await self._send("conversation.item.retrieved", item=self._shown(self._items[self._position(fields)]))
-        elif action == "delete":
-            item = self._items.pop(self._position(fields))
-            await self._send("conversation.item.deleted", item_id=item["id"])
-        elif action == "truncate":  # of what was spoken: the client knows what was heard
-            at = {"content_index": fields.get("content_index", 0), "audio_end_ms": fields.get("audio_end_ms", 0)}
-            if not all(isinstance(each, int) for each in at.values()):
-                raise invalid("content_index and audio_end_ms must be integers", "audio_end_ms")
-            item = self._items[self._position(fields)]
-            if (words := self._words_of(item, at["audio_end_ms"] / 1000)) is not None:
-                item["text"] = text_of(words)
-                at |= {"words": words}
-            await self._send("conversation.item.truncated", item_id=item["id"], **at)
-        else:
-            raise invalid(f"the message type {fields['type']!r} is unknown", "type")
+    async def _update(self, fields: dict[str, Any]) -> None:
+        config = self._updated(_object(fields, "session"))
+        await self._check_voice(config)
+        self._config = config
+        await self._send("session.updated", session=self._session())
+
+    async def _refuse(self, kind: str, _: dict[str, Any]) -> None:
+        raise invalid(f"{kind}: {_TEXT_ONLY}", "type", "input_audio_not_supported")
+
+    async def _retrieve_item(self, fields: dict[str, Any]) -> None:
+        item = self._items[self._position(fields.get("item_id"), "retrieve")]
+        await self._send("conversation.item.retrieved", item=self._shown(item))
+
+    async def _delete_item(self, fields: dict[str, Any]) -> None:
+        item = self._items.pop(self._position(fields.get("item_id"), "delete"))
+        await self._send("conversation.item.deleted", item_id=item["id"])
+
+    async def _truncate_item(self, fields: dict[str, Any]) -> None:
+        """Keep of what was spoken the part that was heard, which the client knows."""
+        at = {"content_index": fields.get("content_index", 0), "audio_end_ms": fields.get("audio_end_ms", 0)}
+        if not all(isinstance(each, int) for each in at.values()):
+            raise invalid("content_index and audio_end_ms must be integers", "audio_end_ms")
+        item = self._items[self._position(fields.get("item_id"), "truncate")]
+        if (words := self._words_of(item, at["audio_end_ms"] / 1000)) is not None:
+            item["text"] = text_of(words)
+            at |= {"words": words}
+        await self._send("conversation.item.truncated", item_id=item["id"], **at)
 
     def _words_of(self, item: dict[str, Any], seconds: float) -> list[Word] | None:
         """Return the words of a spoken item until then; None if they are not known."""
@@ -197,7 +200,8 @@ class RealtimeSession(SocketSessionBase):
         how = {"voice": wanted.voice_name, "format": kind, "speed": wanted.speed}
         return {"output_modalities": ["audio"], "audio": {"output": how}}
 
-    async def _create_item(self, item: dict[str, Any], after: Any) -> None:
+    async def _create_item(self, fields: dict[str, Any]) -> None:
+        item, after = _object(fields, "item"), fields.get("previous_item_id")
         name = item.get("id") or new_id("item")
         if not _is_text(name, MAX_ID_CHARS):
             raise invalid(f"the id of an item is a text of at most {MAX_ID_CHARS} characters", "item.id")
@@ -210,7 +214,7 @@ class RealtimeSession(SocketSessionBase):
         known = {"id": name, "role": role, "text": text, "spoken": False}
         position = len(self._items)
         if after is not None:
-            position = 0 if after == "root" else 1 + self._position({"item_id": after})
+            position = 0 if after == "root" else 1 + self._position(after)
         await self._add(known, position)
 
     async def _add(self, item: dict[str, Any], position: int, status: str = "completed") -> None:
@@ -222,13 +226,11 @@ class RealtimeSession(SocketSessionBase):
         if status == "completed":
             await self._send("conversation.item.done", previous_item_id=before, item=self._shown(item))
 
-    def _position(self, fields: dict[str, Any]) -> int:
+    def _position(self, name: Any, action: str = "create") -> int:
         """Return where an item is in the conversation. ApiError."""
-        name = fields.get("item_id")
         for position, item in enumerate(self._items):
             if item["id"] == name:
                 return position
-        action = str(fields.get("type", "")).rpartition(".")[2] or "create"
         raise invalid(f"there is no item {str(name)[:MAX_ID_CHARS]!r}", "item_id", f"item_{action}_invalid_item_id")
 
     def _text_of(self, item: Any) -> str:
@@ -236,7 +238,7 @@ class RealtimeSession(SocketSessionBase):
         if not isinstance(item, dict) or (kind := item.get("type", "message")) not in ("message", "item_reference"):
             raise invalid("an item that is no message: there is nothing in it to speak", "item.type")
         if kind == "item_reference":
-            return str(self._items[self._position({"item_id": item.get("id")})]["text"])
+            return str(self._items[self._position(item.get("id"))]["text"])
         content, texts = item.get("content", []), []
         for part in content if isinstance(content, list) else [content]:
             text = part.get("text", part.get("transcript")) if isinstance(part, dict) else None
@@ -263,7 +265,8 @@ class RealtimeSession(SocketSessionBase):
         about = {"id": item["id"], "object": "realtime.item", "type": "message", "status": status}
         return about | {"role": item["role"], "content": content}
 
-    async def _create_response(self, given: dict[str, Any]) -> None:
+    async def _create_response(self, fields: dict[str, Any]) -> None:
+        given = _object(fields, "response")
         if self._response is not None:
             raise ApiError(
                 409,
@@ -355,9 +358,9 @@ class RealtimeSession(SocketSessionBase):
             response.item["text"] = response.wanted.input
             await self._send_part(response, "response.replaced", **about)
 
-    async def _cancel(self, name: Any) -> None:
+    async def _cancel(self, fields: dict[str, Any]) -> None:
         """Cancel the response (barge-in): none of its audio is sent after its response.done."""
-        response = self._live(name, "cancel")
+        response = self._live(fields.get("response_id"), "cancel")
         await self.stop_speaking()
         await self._end(response, "cancelled", {"reason": "client_cancelled", "words": response.words()})
 

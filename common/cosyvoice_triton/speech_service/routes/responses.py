@@ -9,9 +9,9 @@ import asyncio
 import base64
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from async_timeout import timeout
@@ -62,6 +62,7 @@ SPEECH_OPTIONS = {
 SPEECH = doc.component("Speech", doc.record(SPEECH_FIELDS, SPEECH_OPTIONS))
 
 
+ResultT = TypeVar("ResultT")
 _Ended = tuple[str, ApiError | None]  # how, and why
 
 
@@ -96,7 +97,7 @@ class AudioResponse(Response):
         self._service.outcomes.begin(REQUEST_ID.get(), self._answer)
         ended: _Ended = "aborted", None
         try:
-            ended = await self._watched(scope, receive, send)
+            ended = await unless_gone(receive, self._send(scope, receive, send)) or ("gone", None)
             if ended[0] in ("aborted", "gone"):
                 scope["speech.outcome"] = ended[0]
         finally:
@@ -105,14 +106,6 @@ class AudioResponse(Response):
     def _note(self, status: str, error: ApiError | None = None) -> None:
         """Take note of how the answer ended; also before its last bytes are sent, as a caller who has them may ask."""
         self._service.outcomes.end(REQUEST_ID.get(), self._answer, status, error)
-
-    async def _watched(self, scope: Scope, receive: Receive, send: Send) -> _Ended:
-        async with TaskScope() as tasks:
-            # A client that leaves before the first audio would otherwise be noticed only when that is sent.
-            work = tasks.spawn(self._send(scope, receive, send))
-            gone = tasks.spawn(disconnected(receive))
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            return work.result() if work.done() else ("gone", None)
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> _Ended:
         async with aclosing(self._parts) as parts:
@@ -151,16 +144,24 @@ class AudioResponse(Response):
             await send({"type": "http.response.body", "body": part, "more_body": True})
 
 
-async def disconnected(receive: Receive) -> None:
-    """Return once the client is gone; what is left of the body is discarded."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT | None:
+    """Return the result of `work`; None, with the work cancelled, if the client leaves before: it would otherwise be
+    noticed only when something is sent. What is left of the request's body is discarded."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async with TaskScope() as tasks:
+        result = tasks.spawn(work)
+        await asyncio.wait((result, tasks.spawn(gone())), return_when=asyncio.FIRST_COMPLETED)
+        return result.result() if result.done() else None
 
 
 def whole(answer: SpeechAnswer, audio: bytes) -> dict[str, Any]:
     """Return a complete answer with its audio, with timestamps and subtitles if they are wanted."""
     return {
-        "audio_data": base64.b64encode(answer.encoder.complete(audio)).decode(),
+        "audio_data": base64.b64encode(audio).decode(),
         "media_type": answer.encoder.format.media_type,
         "sample_rate": answer.encoder.rate,
         "usage": answer.usage,

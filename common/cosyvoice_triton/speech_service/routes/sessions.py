@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -29,6 +29,8 @@ class SocketSessionBase(ABC):
 
     Reading messages never waits for speaking, so that a cancel takes effect at once.
     """
+
+    handlers: Mapping[str, Callable[[dict[str, Any]], Awaitable[None]]]  # of messages, by their type
 
     def __init__(self, socket: WebSocket, service: Service) -> None:
         self._socket = socket
@@ -83,15 +85,23 @@ class SocketSessionBase(ABC):
             try:
                 if (text := message.get("text")) is None:
                     await self._handle_audio(message["bytes"])
-                elif not await self._handle(read_json(text.encode(), "the message", self._service.settings)):
-                    return
+                else:
+                    await self._handle(read_json(text.encode(), "the message", self._service.settings))
             except ApiError as error:
                 await self._send_error(error)
             await asyncio.sleep(0)  # others have their turn, however many messages wait
 
-    @abstractmethod
-    async def _handle(self, fields: dict[str, Any]) -> bool:
-        """Handle one message; return False if it was the last. ApiError."""
+    async def _handle(self, fields: dict[str, Any]) -> None:
+        """Handle one message. ApiError; WebSocketDisconnect after the last one."""
+        kind = fields.pop("type", None)
+        if not isinstance(kind, str) or kind not in self.handlers:
+            raise invalid(f"the message type {kind!r} is unknown", "type")
+        await self.handlers[kind](fields)
+
+    async def _close(self, _: dict[str, Any]) -> None:
+        await self.stop_speaking()
+        await self._socket.close()
+        raise WebSocketDisconnect
 
     async def _handle_audio(self, data: bytes) -> None:
         """Handle one binary message. ApiError."""
@@ -101,15 +111,13 @@ class SocketSessionBase(ABC):
     async def _speak_next(self) -> bool:
         """Speak one of the things that wait, and return True; return False if nothing waits."""
 
-    async def _send_answer(
-        self, index: dict[str, int], opened: Awaitable[tuple[str, SpeechAnswer]], **about: Any
-    ) -> None:
-        """Send the audio of what `opened` returns, its format and the answer, and the messages around it."""
+    async def _send_answer(self, index: dict[str, int], opened: Awaitable[SpeechAnswer], **about: Any) -> None:
+        """Send the audio of the answer that `opened` returns, and the messages around it."""
         sent, failed = 0, False
         usage: dict[str, Any] = {}
         try:
-            name, answer = await opened
-            audio = {"format": name, "sample_rate": answer.encoder.rate}
+            answer = await opened
+            audio = {"format": answer.encoder.name, "sample_rate": answer.encoder.rate}
             await self._send("audio.start", **index, **about, **audio)
             async with aclosing(self._service.dispatcher.encoded(answer)) as parts:
                 async for part in parts:

@@ -79,28 +79,16 @@ class SocketSession(SocketSessionBase):
         self._voice: dict[str, str] = {}  # request fields for the voice that the utterance has changed to
         # Of the utterance: where each sentence begins in its audio, in seconds, its text and its answer.
         self._said: deque[tuple[float, str, SpeechAnswer]] = deque(maxlen=MAX_SAID)
+        self.handlers = {
+            "session.config": self._configure,
+            "input.text": self._add_text,
+            "input.done": self._finish,
+            "input.cancel": self._cancel,
+            "input.replace": self._replace,
+            "session.close": self._close,
+        }
 
-    async def _handle(self, fields: dict[str, Any]) -> bool:
-        kind = fields.pop("type", None)
-        if kind == "session.config":
-            self._configure(fields)
-        elif kind == "input.text":
-            await self._add_text(fields.get("text"))
-        elif kind == "input.done":
-            self._finish()
-        elif kind == "input.cancel":
-            await self._cancel(_seconds(fields))
-        elif kind == "input.replace":
-            await self._replace(fields.get("text"), _seconds(fields))
-        elif kind == "session.close":
-            await self._cancel()
-            await self._socket.close()
-            return False
-        else:
-            raise invalid(f"the message type {kind!r} is unknown", "type")
-        return True
-
-    def _configure(self, fields: dict[str, Any]) -> None:
+    async def _configure(self, fields: dict[str, Any]) -> None:
         """Set the request fields of later sentences. Not during an utterance, which would change its voice."""
         if self._unfinished or self._waiting or self._speaking or self._pieces:
             raise invalid("session.config during an utterance: send it before input.text or after session.done")
@@ -117,8 +105,8 @@ class SocketSession(SocketSessionBase):
         self._keep(len(wanted.ref_audio))
         self._config, self._by_tokens = config, mode == "tokens"
 
-    async def _add_text(self, text: Any) -> None:
-        if not isinstance(text, str):
+    async def _add_text(self, fields: dict[str, Any]) -> None:
+        if not isinstance(text := fields.get("text"), str):
             raise invalid("input.text has no text", "text")
         half, self._half = self._half, ""
         text, self._half = _joined(half + text)
@@ -163,7 +151,7 @@ class SocketSession(SocketSessionBase):
         text, self._document = self._document + text, ""  # "<speak" may have been the beginning of another word
         return documents + [sentence.strip() for sentence in self._splitter.push(text) if is_speakable(sentence)]
 
-    def _finish(self) -> None:
+    async def _finish(self, _: dict[str, Any]) -> None:
         if self._waiting.count(None) >= MAX_WAITING_UTTERANCES:
             raise ApiError(
                 429,
@@ -226,14 +214,14 @@ class SocketSession(SocketSessionBase):
         text = sentence if isinstance(sentence, str) else ""
         await self._send_answer(index, self._opened(sentence, text, before), sentence_text=text)
 
-    async def _opened(self, sentence: str | Pieces[str], text: str, voice: dict[str, str]) -> tuple[str, SpeechAnswer]:
+    async def _opened(self, sentence: str | Pieces[str], text: str, voice: dict[str, str]) -> SpeechAnswer:
         wanted = self._parsed({**self._config, **voice}, text or ".")
         self._shown, wanted.timestamps = wanted.timestamps, "word"
         answer = await self._service.answer(wanted)
         self._said.append((self._seconds_said(), text, answer))
         if isinstance(sentence, Pieces):
             answer.utterances = (replace(answer.utterances[0], target_text="", pieces=sentence),)
-        return wanted.response_format, answer
+        return answer
 
     async def _send_about(self, answer: SpeechAnswer, index: dict[str, int]) -> None:
         segments = answer.new_segments()
@@ -259,9 +247,10 @@ class SocketSession(SocketSessionBase):
                 words.append({"word": word["word"], **at})
         return words
 
-    async def _replace(self, text: Any, seconds: float | None) -> None:
+    async def _replace(self, fields: dict[str, Any]) -> None:
         """Drop the utterance's text of which no sentence is spoken yet, and speak another one instead, if any."""
-        if not isinstance(text, str):
+        seconds = _seconds(fields)
+        if not isinstance(text := fields.get("text"), str):
             raise invalid("input.replace has no text; an empty one only drops what waits", "text")
         if self._by_tokens:
             raise invalid("input.replace in the mode tokens: the model has the text; use input.cancel")
@@ -283,12 +272,13 @@ class SocketSession(SocketSessionBase):
         about = {"utterance_index": self._utterance, "words": self._words(seconds)}
         await self._send("input.replaced", **about, dropped=" ".join(filter(None, dropped)))
         if not ended:
-            await self._add_text(text)
+            await self._add_text(fields)
         elif self._waiting:
             self._wake()
 
-    async def _cancel(self, seconds: float | None = None) -> None:
+    async def _cancel(self, fields: dict[str, Any]) -> None:
         """Discard all text so far (barge-in); no audio of it is sent after the answer to this message."""
+        seconds = _seconds(fields)
         self._waiting.clear()
         self._waiting_chars, self._half = 0, ""
         self._drop_unfinished()
@@ -298,6 +288,10 @@ class SocketSession(SocketSessionBase):
         words = self._words(seconds)
         self._said.clear()
         await self._send("audio.cancelled", utterance_index=cancelled, words=words)
+
+    async def _close(self, _: dict[str, Any]) -> None:
+        await self._cancel({})
+        await super()._close({})
 
 
 def _seconds(fields: dict[str, Any]) -> float | None:

@@ -25,12 +25,11 @@ from cosyvoice_triton.speech_service.routes.responses import (
     SPEECH_OPTIONS,
     USAGE,
     AudioResponse,
-    disconnected,
     events,
+    unless_gone,
     whole,
 )
 from cosyvoice_triton.speech_service.service import Service
-from cosyvoice_triton.tasks import TaskScope
 from cosyvoice_triton.text.language import languages_of
 
 BATCH_STREAMS = 4  # concurrent streams of one batch, so that it leaves capacity for interactive clients
@@ -108,7 +107,7 @@ def responded(service: Service, wanted: SpeechRequest, answer: SpeechAnswer) -> 
         return AudioResponse(service, answer, "text/event-stream", streamed=events)
     if wanted.stream_format == "json":
         return AudioResponse(service, answer, "application/json", whole=partial(whole, answer))
-    return AudioResponse(service, answer, whole=None if wanted.stream else answer.encoder.complete)
+    return AudioResponse(service, answer, whole=None if wanted.stream else bytes)
 
 
 @router.get("/v1/audio/speech/{name}", **doc.describe("Speech", answer=_OUTCOME, errors=(404,)))
@@ -144,13 +143,11 @@ async def batch(request: Request) -> Response:
                         return {"index": index, "status": "error", **error.body}
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async with TaskScope() as tasks:
-        work = [tasks.spawn(one(index, item)) for index, item in enumerate(wanted.requests())]
-        gone = tasks.spawn(disconnected(request.receive))
-        await asyncio.wait((tasks.spawn(asyncio.wait(work)), gone), return_when=asyncio.FIRST_COMPLETED)
-        if not all(item.done() for item in work):
-            request.scope["speech.outcome"] = "gone"
-        results = [item.result() for item in work if item.done()]
+    async def every() -> list[dict[str, Any]]:
+        return await asyncio.gather(*(one(index, item) for index, item in enumerate(wanted.requests())))
+
+    if (results := await unless_gone(request.receive, every())) is None:
+        request.scope["speech.outcome"], results = "gone", []
     succeeded = sum(result["status"] == "success" for result in results)
     return JSONResponse({"results": results, "succeeded": succeeded, "failed": len(results) - succeeded})
 

@@ -5,17 +5,16 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response
 
-from cosyvoice_triton.constants import LOUDEST, MAX_TRANSCRIPT_CHARS, QUIETEST
 from cosyvoice_triton.speech_service import openapi as doc
-from cosyvoice_triton.speech_service.limits import MAX_FIELDS, NAME_CHARS, Finite, PathName, Text, Words
+from cosyvoice_triton.speech_service.limits import NAME_CHARS, PathName, Text
 from cosyvoice_triton.speech_service.routes.reading import Body
 from cosyvoice_triton.speech_service.security.guard import API_KEY
 from cosyvoice_triton.speech_service.service import Service
+from cosyvoice_triton.speech_service.voices import NewVoice
 from cosyvoice_triton.voice.files import MAX_NAME_BYTES, normalized
-from cosyvoice_triton.voice.rights import MAX_CONSENT_CHARS
 
 router = APIRouter()
 
@@ -35,26 +34,6 @@ _ADDED = doc.record(
     {**_KNOWN, "ref_text": doc.TEXT, "seconds": doc.NUMBER}, {**_RIGHTS, "warnings": doc.array(doc.TEXT)}
 )
 _DELETED = doc.record({"id": doc.TEXT, "object": doc.TEXT, "deleted": doc.BOOLEAN})
-
-
-class NewVoice(BaseModel):
-    """A voice to be registered. Unknown fields are warnings."""
-
-    model_config = ConfigDict(extra="allow", json_schema_extra={"maxProperties": MAX_FIELDS})
-
-    name: Annotated[Text, Field(max_length=MAX_NAME_BYTES)]
-    ref_text: Annotated[Text, Field(max_length=MAX_TRANSCRIPT_CHARS)] = Field("", description="of the recording")
-    instructions: Annotated[Text, Field(max_length=MAX_TRANSCRIPT_CHARS)] = Field(
-        "", description="how the voice speaks, unless a request says how"
-    )
-    loudness: Finite | None = Field(
-        None, ge=QUIETEST, le=LOUDEST, description="LUFS of its answers, unless a request says another"
-    )
-    trim_reference: bool = Field(False, description="cut the silence at its ends to 0.2 s, and mend its end")
-    pronunciation: Words = Field({}, description="words, and what is spoken for each, one a line")
-    consent: Annotated[Text, Field(max_length=MAX_CONSENT_CHARS)] = Field(
-        "", description="the speaker's agreement, or where it is kept"
-    )
 
 
 class ExportedVoice(BaseModel):
@@ -94,11 +73,9 @@ async def add(request: Request) -> Response:
     `instructions` and `loudness` (how it speaks), `pronunciation` (its dictionary) and `consent` (the speaker's, or
     where it is kept)."""
     new, data = await _NEW.read(request)
-    service = Service.of(request)
-    name, style = normalized(new.name), (new.instructions, new.trim_reference, new.loudness)
-    given = (data, new.ref_text, new.pronunciation, new.consent, API_KEY.get())
-    judged = await asyncio.to_thread(service.voices.add, name, *given, *style)
-    rights = service.voices.rights(name).shown_to(API_KEY.get())
+    voices, name, key = Service.of(request).voices, normalized(new.name), API_KEY.get()
+    judged = await asyncio.to_thread(voices.add, new, data, key)
+    rights = voices.rights(name).shown_to(key)
     about = {**_voice(name), **rights.known, "ref_text": new.ref_text, "seconds": round(judged.seconds, 3)}
     unknown = (f"the field {field[:40]!r} is unknown and was left out" for field in sorted(new.model_extra))
     warnings = [*judged.warnings, *unknown]
