@@ -20,7 +20,7 @@ from cosyvoice_triton.config import TensorrtLLMConfig
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.samples import Sample, SampleError
 from cosyvoice_triton.offline.inference import JOURNAL, SILENT_SECONDS, OutputFolder, identity, llm_configs, llm_engine
-from cosyvoice_triton.offline.shared import SampleStage, Stages
+from cosyvoice_triton.offline.shared import SampleRun
 from cosyvoice_triton.voice.audio import save_audio
 from cosyvoice_triton.voice.prompt import Recording
 
@@ -147,20 +147,23 @@ def test_a_replaced_checkpoint_has_another_identity(tmp_path):
 
 
 def test_the_time_of_each_stage_is_that_in_which_a_sample_is_in_it():
-    clock = iter([0.0, 1.0, 3.0, 4.0, 7.0, 10.0, 10.0])
-    stages = Stages(("llm", "token2wav", "idle"), lambda: next(clock))
-    other = SampleStage(stages)
-    with stages.time("llm"):  # 1 to 7
-        other.enter("llm")
-        with pytest.raises(ValueError), stages.time("token2wav"):  # 3 to 4
-            other.close()
-            raise ValueError("the time of a failed stage counts")
-    assert other.name == "llm"
-    seconds = {"llm": 6.0, "token2wav": 1.0, "idle": 0.0, "pipeline": 10.0}
+    clock = iter([0.0, 1.0, 3.0, 4.0, 5.0, 7.0, 10.0, 10.0, 20.0])
+    made = SampleRun(("llm", "token2wav", "idle"), lambda: next(clock))
+    with made.sample(SAMPLE) as enter, made.sample(SAMPLE) as other:
+        enter("llm")  # 1 to 5, with the other one to 7
+        other("llm")
+        enter("llm")
+        enter("token2wav")  # 5 to 10
+        other("")
+        raise ValueError("the time of a\nfailed stage counts")
+    assert made.failures == [{"id": "a", "stage": "", "error": "the time of a failed stage counts"}]
+    made.audio_seconds = 20.0
+    seconds = {"llm": 6.0, "token2wav": 5.0, "idle": 0.0, "pipeline": 20.0}
     expected = {f"{stage}_time_seconds": of for stage, of in seconds.items()}
     expected |= {f"{stage}_rtf": of / 20 for stage, of in seconds.items()}
-    assert stages.figures(audio_seconds=20.0) == expected
-    assert stages.figures(0.0)["llm_rtf"] is None
+    assert made.figures() == expected
+    made.audio_seconds = 0.0
+    assert made.figures(10.0)["llm_rtf"] is None
 
 
 @pytest.mark.parametrize(

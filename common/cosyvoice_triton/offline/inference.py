@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,7 +24,6 @@ from cosyvoice_triton.load.report import table
 from cosyvoice_triton.load.samples import Sample, SampleError
 from cosyvoice_triton.offline.shared import (
     SampleRun,
-    SampleStage,
     WholeToken2Wav,
     described,
     read_samples,
@@ -259,21 +258,21 @@ class OfflineRun(SampleRun):
     async def speak(self, sample: Sample) -> None:
         """Write the sample's file, or record why there is none."""
         self.folder.discard(sample)
-        with self.sample(sample) as stage:
+        with self.sample(sample) as enter:
+            if self.unanswered >= GIVE_UP_BATCHES * self.concurrency:
+                enter("llm")
+                raise UnavailableError("not tried: the LLM was unavailable for the samples before")
             try:
-                if self.unanswered >= GIVE_UP_BATCHES * self.concurrency:
-                    stage.enter("llm")
-                    raise UnavailableError("not tried: the LLM was unavailable for the samples before")
-                await self._spoken(sample, stage)
+                await self._spoken(sample, enter)
                 self.unanswered = 0
-            except UnavailableError:
-                self.unanswered += stage.name == "llm"
+            except UnavailableError:  # the rest is in this process
+                self.unanswered += 1
                 raise
 
-    async def _spoken(self, sample: Sample, stage: SampleStage) -> None:
-        stage.enter("voice")
+    async def _spoken(self, sample: Sample, enter: Callable[[str], None]) -> None:
+        enter("voice")
         recording = recording_of(sample)
-        stage.enter("text")
+        enter("text")
         request = self.pipeline.rules.request(sample.target_text)
         request = replace(request, voice=recording, sampling=self.sampling, trim_silence=False)
         warnings: list[str] = []
@@ -287,10 +286,10 @@ class OfflineRun(SampleRun):
 
         def reached(name: str) -> None:
             if name in following:
-                stage.enter(following[name])
+                enter(following[name])
 
         audio = await self.pipeline.synthesizer.offline(request, Events(warnings.append, reached, segment_ended))
-        stage.enter("audio_save")
+        enter("audio_save")
         cut_short = any(warning.startswith(CUT_SHORT) for warning in warnings)
         self.save(self.folder.audio(sample), audio)
         self.folder.record(sample, len(audio) / SAMPLE_RATE, tokens, cut_short)
@@ -298,16 +297,16 @@ class OfflineRun(SampleRun):
         self.tokens += len(tokens)
         self.cut_short += [sample.id] * cut_short
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self, total: float | None = None) -> dict[str, Any]:
         """Return the figures of the run, with upstream's names where it has them."""
         return {
-            **self.stages.figures(self.audio_seconds),
+            **super().figures(total),
             "total_audio_duration_seconds": self.audio_seconds,
             "speech_tokens": self.tokens,
             "samples_finished": self.finished,
             "samples_failed": len(self.failures),
             "cut_short": self.cut_short,
-            "failures": [failure._asdict() for failure in self.failures],
+            "failures": self.failures,
         }
 
 

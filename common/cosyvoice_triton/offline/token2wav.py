@@ -50,10 +50,10 @@ RETRY_SECONDS = 0.1  # until a stream that found no place asks again
 
 @dataclass
 class Rendered:
-    """One utterance: chunks (N,) float32 at 24 kHz, and the seconds from its stream's start to the first."""
+    """One utterance: chunks (N,) float32 at 24 kHz; of a stream, the seconds from its start to the first."""
 
     chunks: list[np.ndarray]
-    first_chunk: float = 0.0
+    first_chunk: float | None = None
 
 
 Render = Callable[[Prompt, np.ndarray], Awaitable[Rendered]]  # of speech tokens (n,)
@@ -165,19 +165,11 @@ async def passes(
     with tqdm(total=args.warmup * len(samples), desc="token2wav", unit="sample") as progress:
         for _ in range(args.warmup):
             encoder.clear()
-            epochs.append(epoch := Epoch())
+            epochs.append(epoch := Epoch(args.output_dir))
             called = calls()
             for begin in range(0, len(samples), args.batch_size):
                 batch = samples[begin : begin + args.batch_size]
-                voices = [(sample, epoch.prompt(encoder, sample)) for sample in batch]
-                spoken = [(sample, prompt) for sample, prompt in voices if prompt is not None]
-                with epoch.stages.time("token2wav"):
-                    answers = await asyncio.gather(
-                        *(render(prompt, tokens_of(sample, prompt)) for sample, prompt in spoken),
-                        return_exceptions=True,
-                    )
-                for (sample, _), answer in zip(spoken, answers, strict=True):
-                    epoch.keep(args, sample, answer)
+                await asyncio.gather(*(epoch.speak(sample, encoder, render) for sample in batch))
                 progress.update(len(batch))
             epoch.forward_calls = calls() - called
     return epochs
@@ -192,40 +184,31 @@ def tokens_of(sample: Sample, prompt: Prompt) -> np.ndarray:
 class Epoch(SampleRun):
     """One pass over the samples, in which each voice is encoded once."""
 
-    def __init__(self) -> None:
+    def __init__(self, output_dir: Path) -> None:
         super().__init__(STAGES)
+        self.output_dir = output_dir
         self.forward_calls = self.chunks = 0
         self.first_chunks: list[float] = []  # seconds
 
-    def prompt(self, encoder: ReferenceEncoder, sample: Sample) -> Prompt | None:
-        """Return the sample's voice; None if its recording cannot be used."""
-        with self.sample(sample) as stage:
-            stage.enter("voice")
-            return encoder(recording_of(sample))
-        return None
-
-    def keep(self, args: argparse.Namespace, sample: Sample, answer: Rendered | BaseException) -> None:
-        with self.sample(sample) as stage:
-            stage.name = "token2wav"
-            if isinstance(answer, BaseException):
-                raise answer
-            self.save(args.output_dir / f"{sample.id}.wav", np.concatenate(answer.chunks))
-            if args.streaming:
+    async def speak(self, sample: Sample, encoder: ReferenceEncoder, render: Render) -> None:
+        """Write the sample's file, or record why there is none."""
+        with self.sample(sample) as enter:
+            enter("voice")
+            prompt = encoder(recording_of(sample))
+            await asyncio.sleep(0)  # the voices of the whole batch come first
+            enter("token2wav")
+            answer = await render(prompt, tokens_of(sample, prompt))
+            enter("")
+            self.save(self.output_dir / f"{sample.id}.wav", np.concatenate(answer.chunks))
+            if answer.first_chunk is not None:
                 self.first_chunks.append(answer.first_chunk)
                 self.chunks += len(answer.chunks)
 
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of all stages, which follow one another."""
-        return sum(self.stages.seconds.values())
-
-    def figures(self) -> dict[str, Any]:
-        """Return the times of the stages, and what the chunks of streams cost."""
-        total, audio = self.seconds, self.audio_seconds
-        pipeline = {"pipeline_time_seconds": total, "pipeline_rtf": total / audio if audio else None}
+    def figures(self, total: float | None = None) -> dict[str, Any]:
+        """Return the times of the stages, which follow one another, and what the chunks of streams cost. Without
+        `total` the pipeline's are all but the time that writing files takes."""
         return {
-            **self.stages.figures(audio),
-            **pipeline,  # without the time that writing files takes
+            **super().figures(sum(self.seconds.values()) if total is None else total),
             "forward_calls": self.forward_calls,
             "chunks": self.chunks,
             "first_chunk_ms": 1e3 * statistics.median(self.first_chunks) if self.first_chunks else None,
@@ -247,7 +230,7 @@ def report(args: argparse.Namespace, samples: Sequence[Sample], vocoder: str, ep
         "total_audio_duration_seconds": last.audio_seconds,
         **last.figures(),
         "passes": [epoch.figures() for epoch in epochs],
-        "failures": [failure._asdict() for failure in last.failures],
+        "failures": last.failures,
     }
     path = args.output_dir / args.figures
     path.write_text(json.dumps(figures, indent=4, default=str) + "\n", encoding="utf-8")
@@ -259,5 +242,5 @@ def report(args: argparse.Namespace, samples: Sequence[Sample], vocoder: str, ep
         ]
         print(table(header, costs))
         print(f"Total flow matching forward calls: {last.forward_calls}")
-    print(f"Measurement epoch time taken: {last.seconds:.4f} seconds")
+    print(f"Measurement epoch time taken: {figures['pipeline_time_seconds']:.4f} seconds")
     show_failures(last.failures, path.name)
