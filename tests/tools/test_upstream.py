@@ -15,11 +15,18 @@ from cosyvoice_triton.cli import (
     test_llm,
     token2wav,
 )
+from cosyvoice_triton.cli.offline_inference import (
+    JOURNAL,
+    SILENT_SECONDS,
+    OutputFolder,
+    identity,
+    llm_configs,
+    llm_engine,
+)
 from cosyvoice_triton.cli.upstream import WITHOUT_MEANING
 from cosyvoice_triton.config import TensorrtLLMConfig
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.samples import Sample, SampleError
-from cosyvoice_triton.offline.inference import JOURNAL, SILENT_SECONDS, OutputFolder, identity, llm_configs, llm_engine
 from cosyvoice_triton.offline.shared import SampleRun
 from cosyvoice_triton.voice.audio import save_audio
 from cosyvoice_triton.voice.prompt import Recording

@@ -3,12 +3,13 @@ samples: the times of its stages and the samples that failed."""
 
 import argparse
 import asyncio
+import json
 import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -125,14 +126,28 @@ class SampleRun:
     def seconds(self) -> dict[str, float]:
         return {stage: _covered(spans) for stage, spans in self._spans.items()}
 
-    def figures(self, total: float | None = None) -> dict[str, float | None]:
+    def figures(self, total: float | None = None) -> dict[str, Any]:
         """Return `<stage>_time_seconds` and `<stage>_rtf` per stage and for the pipeline, as in upstream's figures; the
         RTF is None without audio. total: seconds of the pipeline; by default those since construction."""
-        figures: dict[str, float | None] = {}
+        figures: dict[str, Any] = {}
         total = self._clock() - self.begun if total is None else total
         for stage, seconds in {**self.seconds, "pipeline": total}.items():
             figures[f"{stage}_time_seconds"] = seconds
             figures[f"{stage}_rtf"] = seconds / self.audio_seconds if self.audio_seconds else None
+        return figures
+
+    def report(self, path: Path, **about: Any) -> dict[str, Any]:
+        """Write the figures, what the run is about and the failures as JSON, and return them; print a table of the
+        stages and, on standard error, the first failures."""
+        figures = {**about, **self.figures(), "failures": self.failures}
+        path.write_text(json.dumps(figures, indent=4, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+        names = (*self._spans, "pipeline")
+        rows = [(name, figures[f"{name}_time_seconds"], figures[f"{name}_rtf"]) for name in names]
+        print(table(("stage", "seconds", "RTF"), rows))
+        for failure in self.failures[:FAILURES_SHOWN]:
+            print("failed: {id} ({stage}): {error}".format(**failure), file=sys.stderr)
+        if hidden := self.failures[FAILURES_SHOWN:]:
+            print(f"failed: {len(hidden)} more, all in {path.name}", file=sys.stderr)
         return figures
 
 
@@ -151,20 +166,6 @@ def set_up() -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         # The LLM has threads of its own: torch's would wait for cores that those keep busy, ten times as long.
         torch.set_num_threads(1)
-
-
-def show_stages(figures: Mapping[str, Any], stages: Sequence[str]) -> None:
-    """Print a table of the seconds of each stage and of the pipeline."""
-    rows = [(stage, figures[f"{stage}_time_seconds"], figures[f"{stage}_rtf"]) for stage in (*stages, "pipeline")]
-    print(table(("stage", "seconds", "RTF"), rows))
-
-
-def show_failures(failures: Sequence[Mapping[str, str]], file: str) -> None:
-    """Print the first ones to standard error; all are in `file`."""
-    for failure in failures[:FAILURES_SHOWN]:
-        print("failed: {id} ({stage}): {error}".format(**failure), file=sys.stderr)
-    if hidden := failures[FAILURES_SHOWN:]:
-        print(f"failed: {len(hidden)} more, all in {file}", file=sys.stderr)
 
 
 def stack_of(model_dir: Path) -> Stack:
