@@ -20,7 +20,7 @@ from cosyvoice_triton.runtimes import tensorrt
 from cosyvoice_triton.runtimes.network import Limits
 from cosyvoice_triton.runtimes.onnx import OnnxNetwork
 from cosyvoice_triton.runtimes.signatures import Workload, workloads
-from cosyvoice_triton.runtimes.tensorrt import Plan, TensorRTNetwork, log_of
+from cosyvoice_triton.runtimes.tensorrt import TensorRTNetwork, log_of
 from cosyvoice_triton.stacks import Stack
 
 CHECKED_SIZE = 64  # maximum of each dimension that varies, because onnxruntime computes on the CPU
@@ -91,16 +91,16 @@ def _checked_shapes(limits: Limits) -> dict[str, tuple[int, ...]]:
 def build_missing(model_dir: Path, workload: Workload, device: str, capability: str) -> str:
     """Build a plan unless it exists, and compare it if the GPU is here; return what was done."""
     machine = tensorrt.target(capability) if capability else tensorrt.machine(device)
-    plan = Plan.of(workload, model_dir, machine)
-    if not plan.problem():
-        return f"exists already: {plan.path.name}"
+    plan = tensorrt.plan_file(workload, model_dir, machine)
+    if plan.is_file():
+        return f"exists already: {plan.name}"
     ahead = capability or (machine.split()[-1] if tensorrt.installed() == tensorrt.RTX else "")
     onnx = model_dir / workload.onnx
     engine = build(onnx, workload, ahead)
     if not capability:
         check(engine, onnx, device)
-    plan.write(engine)
-    return f"built {plan.path.name}, {len(engine) / 1e6:.1f} MB" + (", not compared" if capability else "")
+    tensorrt.write_plan(plan, engine)
+    return f"built {plan.name}, {len(engine) / 1e6:.1f} MB" + (", not compared" if capability else "")
 
 
 def build_all(
