@@ -105,14 +105,14 @@ def main(argv: list[str] | None = None) -> int:
 def sweep(args: argparse.Namespace, command: list[str]) -> int:
     """Measure until a step is aborted; return 0 if every request of every step was answered."""
     with ExitStack() as stack:
-        folders = [server for server in args.servers if Path(server).is_dir()]
-        return _sweep(args, command, {each: SpeakerDoor(stack.enter_context(_speaker(each))) for each in folders})
+        doors = {server: _speaker_door(server, stack) for server in args.servers if Path(server).is_dir()}
+        return _sweep(args, command, doors)
 
 
-def _speaker(models: str) -> Any:
+def _speaker_door(models: str, stack: ExitStack) -> SpeakerDoor:
     from cosyvoice_triton.speaker.speaker import Speaker  # here, because a client does not need torch
 
-    return Speaker(models)
+    return SpeakerDoor(stack.enter_context(Speaker(models)))
 
 
 def _sweep(args: argparse.Namespace, command: list[str], doors: Mapping[str, Door]) -> int:
