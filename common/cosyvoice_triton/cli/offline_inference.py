@@ -147,8 +147,9 @@ def _read_journal(path: Path) -> dict[str, str]:
     return finished
 
 
-def run(args: argparse.Namespace) -> int:
-    """Return the exit code. Raise ValueError, RuntimeError or OSError if it cannot start."""
+@reporting_errors("interrupted; finished samples are kept, the same command continues")
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
     set_up()
     begun = time.perf_counter()
     samples = in_one_voice(args, read_samples(args))
@@ -338,11 +339,6 @@ def show(args: argparse.Namespace, made: OfflineRun, figures: dict[str, Any]) ->
     if made.cut_short:
         shown = ", ".join(made.cut_short[:CUT_SHORT_SHOWN])
         print(f"{len(made.cut_short)} samples were cut short by the token limit (log.txt: cut_short): {shown}")
-
-
-@reporting_errors("interrupted; finished samples are kept, the same command continues")
-def main(argv: Sequence[str] | None = None) -> int:
-    return run(parse_args(argv))
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -18,7 +18,6 @@ from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.checkpoint import HEAD_BIAS, made_from, read_limits
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.networks.flow.config import stated_solve
-from cosyvoice_triton.prepare.missing import remedy
 from cosyvoice_triton.server.options import StackOptions
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.voice.audio import at_rate
@@ -54,7 +53,7 @@ class Inspection:
         """Yield a line for each check, with the seconds that it took."""
         needed = [path for path in self._options.missing_files() if path != self._options.engine_dir]
         if needed:
-            yield from ((False, f"{path} is missing; {remedy(self._options, path)}") for path in needed)
+            yield from ((False, f"{path} is missing; {self._options.remedy(path)}") for path in needed)
             return
         checks: dict[str, Callable[[], str]] = {
             "LLM": self._llm,
