@@ -3,7 +3,6 @@ options say of the LLM, its output folder, and which samples a second run keeps.
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,14 +14,7 @@ from cosyvoice_triton.cli import (
     test_llm,
     token2wav,
 )
-from cosyvoice_triton.cli.offline_inference import (
-    JOURNAL,
-    SILENT_SECONDS,
-    OutputFolder,
-    identity,
-    llm_configs,
-    llm_engine,
-)
+from cosyvoice_triton.cli.offline_inference import JOURNAL, SILENT_SECONDS, OutputFolder, identity, llm_configs
 from cosyvoice_triton.cli.upstream import WITHOUT_MEANING
 from cosyvoice_triton.config import TensorrtLLMConfig
 from cosyvoice_triton.constants import SAMPLE_RATE
@@ -174,17 +166,19 @@ def test_the_time_of_each_stage_is_that_in_which_a_sample_is_in_it():
 
 
 @pytest.mark.parametrize(
-    "backend, device, engine, directory",
+    "backend, device, engine, given, own",
     [
-        ("hf", "cpu", "onnxruntime_genai", "given"),
-        ("hf", "cuda", "cuda", "llm"),
-        ("vllm", "cuda", "vllm", "given"),
-        ("trtllm", "cuda", "tensorrt_llm", "given"),
+        ("hf", "cpu", "onnxruntime_genai", "given", "llm_genai"),
+        ("hf", "cuda", "cuda", "llm", "llm"),
+        ("vllm", "cuda", "vllm", "given", "llm"),
+        ("trtllm", "cuda", "tensorrt_llm", "given", "llm"),
     ],
 )
-def test_each_backend_has_an_engine_and_its_directory(backend, device, engine, directory):
-    assert llm_engine(backend, Path("llm"), Path("given"), device) == (engine, Path(directory))
-    assert llm_engine("hf", Path("llm"), None, "cpu")[1] == Path("llm_genai")
+def test_each_backend_has_an_engine_and_its_directory(backend, device, engine, given, own):
+    options = ["--output-dir", "o", "--backend", backend, "--device", device, "--llm-model-name-or-path", "llm"]
+    for more, directory in ((["--engine-dir", "given"], given), ([], own)):
+        _, llm = llm_configs(offline_inference.parse_args([*options, *more]))
+        assert llm is not None and (llm.engine, llm.engine_dir) == (engine, directory)
 
 
 @pytest.mark.parametrize("path", ["", "/v1", "/v1/chat/completions"])

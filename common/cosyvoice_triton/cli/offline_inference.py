@@ -68,7 +68,7 @@ LOG = "log.txt"
 STAGES = ("voice", "text", "llm", "token2wav", "audio_save")
 GIVE_UP_BATCHES = 3  # consecutive batches for which the LLM was unavailable
 CUT_SHORT_SHOWN = 10
-# By backend. hf is upstream's name for whatever reads the HuggingFace directory: see `llm_engine`.
+# By backend. hf is upstream's name for whatever reads the HuggingFace directory: see `llm_configs`.
 ENGINES: dict[str, LLMEngine] = {"trtllm": "tensorrt_llm", "vllm": "vllm", "onnxruntime_genai": "onnxruntime_genai"}
 BACKENDS = ("hf", *ENGINES, "trtllm-serve")
 # Timeout between tokens of a server. Longer than in serving, because no listener waits; an LLM that hangs must still be
@@ -155,7 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     samples = in_one_voice(args, read_samples(args))
     read = time.perf_counter() - begun
     sampling = Sampling(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed)
-    folder = OutputFolder(args.output_dir, settings_of(args, sampling))
+    speech, llm = llm_configs(args)
+    folder = OutputFolder(args.output_dir, settings_of(args, sampling, llm))
     wanted = [sample for sample in samples if not folder.holds(sample)]
     if kept := len(samples) - len(wanted):
         print(f"{kept} of {len(samples)} samples are finished in {folder.path} and are kept")
@@ -170,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         closing.callback(whole.close)
         encoder = LocalPromptEncoder(stack, args.token2wav_path, args.device, speaker_runtime(args))
         closing.callback(encoder.close)
-        pipeline = load_pipeline(stack, *llm_configs(args), encoder, whole, closing)
+        pipeline = load_pipeline(stack, speech, llm, encoder, whole, closing)
         loaded = time.perf_counter() - begun
         made = OfflineRun(pipeline, folder, sampling, args.batch_size)
         try:
@@ -201,15 +202,11 @@ def in_one_voice(args: argparse.Namespace, samples: list[Sample]) -> list[Sample
     return [replace(sample, prompt_audio=recording, prompt_text=args.prompt_text or "") for sample in samples]
 
 
-def settings_of(args: argparse.Namespace, sampling: Sampling) -> dict[str, Any]:
-    """Return everything besides text and voice that the audio of a sample depends on."""
+def settings_of(args: argparse.Namespace, sampling: Sampling, llm: TensorrtLLMConfig | None) -> dict[str, Any]:
+    """Return everything besides text and voice that the audio of a sample depends on. llm: as of `llm_configs`."""
     settings: dict[str, Any] = {name: getattr(args, name) for name in ("backend", "device", "enable_trt")}
-    settings["sampling"] = asdict(sampling)
-    directories = [args.llm_model_name_or_path, args.token2wav_path]
-    if args.backend == "trtllm-serve":
-        settings["server_model"] = args.openai_model_name
-    else:
-        directories.append(llm_engine(args.backend, args.llm_model_name_or_path, args.engine_dir, args.device)[1])
+    settings |= {"sampling": asdict(sampling)} | ({"server_model": args.openai_model_name} if llm is None else {})
+    directories = [args.llm_model_name_or_path, args.token2wav_path, *([] if llm is None else [Path(llm.engine_dir)])]
     for directory in directories:
         if not directory.is_dir():
             raise ValueError(
@@ -219,30 +216,23 @@ def settings_of(args: argparse.Namespace, sampling: Sampling) -> dict[str, Any]:
     return settings | {"checkpoints": [[str(path.resolve()), identity(path)] for path in dict.fromkeys(directories)]}
 
 
-def llm_engine(backend: str, model_dir: Path, given: Path | None, device: str) -> tuple[LLMEngine, Path]:
-    """Return the engine of a backend in this process, and the directory that it loads: the LLM's own, or for the CPU
-    engine the converted one next to it, or the one that is given."""
-    engine = ENGINES.get(backend) or ("onnxruntime_genai" if device == "cpu" else "cuda")
-    if engine == "onnxruntime_genai":
-        return engine, given or model_dir.with_name(model_dir.name + "_genai")
-    return engine, model_dir if engine == "cuda" else given or model_dir
-
-
 def llm_configs(args: argparse.Namespace) -> tuple[OrchestratorConfig, TensorrtLLMConfig | None]:
     """Return the settings of the pipeline and of the LLM's engine, None for a server (trtllm-serve).
 
-    The address of a server may have the path of an API, as upstream's --openai-api-base.
+    An engine loads the LLM's own directory, for a CPU the converted one next to it, or the one that is given. The
+    address of a server may have the path of an API, as upstream's --openai-api-base.
     """
-    directory = args.llm_model_name_or_path
-    speech: dict[str, Any] = {"model_dir": str(args.token2wav_path), "llm_tokenizer_dir": str(directory)}
+    own = args.llm_model_name_or_path
+    speech: dict[str, Any] = {"model_dir": str(args.token2wav_path), "llm_tokenizer_dir": str(own)}
     if args.backend == "trtllm-serve":
         base = args.openai_api_base.rstrip("/").removesuffix("/chat/completions").removesuffix("/completions")
         speech |= {"llm_transport": "openai", "llm_urls": (base,), "llm_model": args.openai_model_name}
         return OrchestratorConfig(**speech, token_timeout=SILENT_SECONDS), None
-    engine, loaded = llm_engine(args.backend, directory, args.engine_dir, args.device)
+    engine = ENGINES.get(args.backend) or ("onnxruntime_genai" if args.device == "cpu" else "cuda")
+    loaded = own.with_name(f"{own.name}_genai") if engine == "onnxruntime_genai" else own
     llm = TensorrtLLMConfig(
-        engine_dir=str(loaded),
-        tokenizer_dir=str(directory),
+        engine_dir=str(loaded if engine == "cuda" else args.engine_dir or loaded),
+        tokenizer_dir=str(own),
         engine=engine,
         instance_kind="KIND_CPU" if args.device == "cpu" else "KIND_GPU",
         max_requests=args.batch_size,
