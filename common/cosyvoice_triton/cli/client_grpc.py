@@ -26,7 +26,7 @@ from cosyvoice_triton.client.arguments import add_request_arguments, utterance_o
 from cosyvoice_triton.client.grpc_client import synthesize
 from cosyvoice_triton.constants import GRPC_PORT
 from cosyvoice_triton.load.plan import Jobs, Load, add_job_arguments
-from cosyvoice_triton.load.report import closing_lines, plot_run, write_run
+from cosyvoice_triton.load.report import closing_lines, markdown_tables, plot_run, write_run
 from cosyvoice_triton.load.runner import measured
 
 LOG_DIR = Path("tmp")  # upstream's
@@ -88,6 +88,8 @@ def measure(args: argparse.Namespace, server: str) -> int:
     summary = write_run(run, load.settings(), jobs.split, directory)
     title = f"{load.model} at {server}, {load.mode}, {load.shape()}"
     plot_run(summary, title, directory / "summary.png")
+    label = "Concurrent Tasks" if load.rate is None else "Requests per Second"
+    print(markdown_tables([{**summary, "label": load.rate or load.tasks}], label))
     print("\n".join(closing_lines(summary)))
     print(f"written to {directory}: audio, rtf-{jobs.split}.txt, stats_summary-{jobs.split}.txt, summary.json and .png")
     return 130 if run.interrupted else 0 if run.complete else 1

@@ -95,36 +95,10 @@ def statistics_text(models: Sequence[ModelTimes]) -> str:
 
 
 def closing_lines(figures: Figures) -> list[str]:
-    """Return the lines that are printed at the end of a run."""
+    """Return the lines that are printed at the end of a run, beside its tables."""
     answered = figures["requests"] - figures["errors"] - figures["refused"] - figures["cancelled"]
     lines = [f"{answered} requests answered, {figures['errors']} failed, {figures['unsent']} not sent"]
-    if refusal := figures["refusal_ms"]:
-        shares = f"p50 {refusal['p50']:.0f}  p95 {refusal['p95']:.0f}  max {refusal['max']:.0f} ms"
-        lines.append(
-            f"{figures['refused']} refused, because the server has as many listeners as it can serve: {shares}"
-        )
     lines += [f"lost a server: {reason}" for reason in figures["lost_servers"].values()]
-    for title, key in (
-        ("first audible", "audible_ms"),
-        ("first chunk", "first_chunk_ms"),
-        ("leading silence", "silence_ms"),
-        ("total", "total_ms"),
-    ):
-        if values := figures[key]:
-            shares = "  ".join(f"p{share} {values[f'p{share}']:.0f}" for share in PERCENTILES)
-            lines.append(f"{title:13s} mean {values['mean']:.0f}  {shares} ms")
-    if figures["rtf"] is not None:
-        lines.append(
-            f"{figures['audio_seconds']:.1f} s of audio in {figures['processing_seconds']:.2f} s: "
-            f"real-time factor {figures['rtf']:.4f}, {1 / figures['rtf']:.1f} s of audio per second"
-        )
-    if figures["mode"] == "streaming" and figures["share_without_gap"] is not None:
-        lines.append(
-            f"{100 * figures['share_without_gap']:.1f} % of the streams without a gap, worst gap "
-            f"{figures['worst_gap_ms']:.0f} ms (a player that starts {figures['player_buffer_ms']:.0f} ms after the "
-            f"first chunk), {100 * figures['unbuffered_share_without_gap']:.1f} % and "
-            f"{figures['unbuffered_worst_gap_ms']:.0f} ms for a player without a buffer"
-        )
     if figures["client_lag_p95_ms"] > 5:
         lines.append(
             f"this client was {figures['client_lag_p95_ms']:.0f} ms late (95th percentile), which the figures include: "
@@ -133,7 +107,7 @@ def closing_lines(figures: Figures) -> list[str]:
     return lines
 
 
-# --- tables of several runs ------------------------------------------------------------------------------------------
+# --- tables of one run or several -----------------------------------------------------------------------------------
 
 
 def _part(key: str, name: str) -> Cell:
@@ -150,7 +124,11 @@ def _latency(key: str) -> Columns:
 
 # After the first one, three are those of upstream's DiT page.
 TABLES: dict[str, Columns] = {
-    "First Audible Sample": {**_latency("audible_ms"), "Inaudible": itemgetter("inaudible")},
+    "First Audible Sample": {
+        **_latency("audible_ms"),
+        "Leading Silence (ms)": _part("silence_ms", "mean"),
+        "Inaudible": itemgetter("inaudible"),
+    },
     "Total Request Latency": {"RTF": lambda row: _number(row["rtf"], 4), **_latency("total_ms")},
     "First Chunk Latency": _latency("first_chunk_ms"),
     "Playback and Throughput": {
@@ -176,7 +154,8 @@ REFUSALS: Columns = {
 
 
 def markdown_tables(rows: Sequence[Figures], label: str) -> str:
-    """Return the tables of a sweep, without those that have nothing to show. label: title of the first column."""
+    """Return the tables of runs, without those that have nothing to show. label: title of the first column, whose cells
+    are each run's `label`."""
     stages: Columns = {STAGES[name]: partial(_stage, name) for name in stage_names(rows)}
     waits = "Where the First Chunk's Time Goes, Mean / 95th Percentile (ms)"
     shown = list(TABLES.items())
