@@ -22,7 +22,7 @@ from pathlib import Path
 
 from cosyvoice_triton.errors import UnavailableError, is_fatal
 from cosyvoice_triton.monitoring import tracing
-from cosyvoice_triton.monitoring.environment import ModelEnvironment
+from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY, path_of
 from cosyvoice_triton.monitoring.metrics import Metric, MetricsPublisher, Values
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class ModelMonitor:
         health.succeeded()  # it has just been loaded
         # Before the first metrics, which tell the server that the process has this.
         faulthandler.register(STACKS_SIGNAL)
-        directory = ModelEnvironment.read().metrics_directory
+        directory = path_of(METRICS_DIRECTORY)
         failure_of(directory, self._model).reserve()
         self._publisher = MetricsPublisher(lambda: {**read(), **health.values()}, args)
         if directory:
@@ -146,7 +146,7 @@ def report_failure(model: str, error: BaseException) -> None:
     """Log why this process cannot recover, and tell the process that runs tritonserver, which ends it."""
     logger.critical("%s has to be restarted: %s: %s", model, type(error).__name__, error)
     try:
-        failure_of(ModelEnvironment.read().metrics_directory, model).give(str(error).strip().partition("\n")[0])
+        failure_of(path_of(METRICS_DIRECTORY), model).give(str(error).strip().partition("\n")[0])
     except OSError:  # such as a full disk: the caller still has to answer its request
         logger.exception("the failure of %s cannot be reported", model)
 
@@ -155,27 +155,27 @@ class Notice:
     """A file that tells all processes something once, also on a full disk. path None: nobody is ever told."""
 
     def __init__(self, path: Path | None) -> None:
-        self._path = path
+        self.path = path
 
     def reserve(self) -> None:
         """Make the file under another name, so that `give` needs neither bytes nor an inode of the disk."""
-        if self._path:
+        if self.path:
             self._reserved.write_text(" " * NOTICE_BYTES)
 
     def give(self, text: str = "") -> None:
         """Let `given` be true from now on. OSError if nothing was reserved and the disk is full."""
-        if self._path:
+        if self.path:
             with self._reserved.open("r+b" if self._reserved.exists() else "wb") as reserved:
                 reserved.write(text.encode()[:NOTICE_BYTES].ljust(NOTICE_BYTES))
-            self._reserved.rename(self._path)
+            self._reserved.rename(self.path)
 
     def given(self) -> bool:
-        return self._path is not None and self._path.exists()
+        return self.path is not None and self.path.exists()
 
     @property
     def _reserved(self) -> Path:
-        assert self._path is not None
-        return self._path.with_suffix(".reserved")
+        assert self.path is not None
+        return self.path.with_suffix(".reserved")
 
 
 def failure_of(directory: Path | None, model: str) -> Notice:

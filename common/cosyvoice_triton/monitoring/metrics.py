@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
-from cosyvoice_triton.monitoring.environment import ModelEnvironment
+from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY, path_of
 
 ATTEMPTS = 3  # to read: a reader that is held up between the halves may find both changed
 _SPARE = 4096  # bytes that the content may grow by, beside twice its first size
@@ -262,7 +262,7 @@ class MetricsPublisher:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._fails = False
-        if directory := ModelEnvironment.read().metrics_directory:
+        if directory := path_of(METRICS_DIRECTORY):
             path = directory / f"{args['model_instance_name']}{ENDING}"
             self._file = MetricsFile(path, self._samples())  # so that every sample exists before the first request
             self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)

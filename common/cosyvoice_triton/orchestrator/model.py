@@ -17,7 +17,7 @@ from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.constants import MAX_SOURCE_SECONDS, PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.monitoring import tracing
-from cosyvoice_triton.monitoring.environment import ModelEnvironment
+from cosyvoice_triton.monitoring.environment import DRAIN_FILE, METRICS_DIRECTORY, path_of
 from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, failure_of
 from cosyvoice_triton.monitoring.metrics import BAD_ANSWERS, RequestStats, Values
 from cosyvoice_triton.orchestrator.assembly import Pipeline, remote_llm
@@ -48,8 +48,8 @@ class OrchestratorModel:
         torch.set_num_threads(1)  # it only computes mels of recordings
         tokenizer = LLMTokenizer.from_dir(config.llm_tokenizer_dir, self.stack.llm.tokenizer)
         call, first_id = partial(triton_io.call, timeout=config.model_timeout), tokenizer.first_speech_id
-        environment, models = ModelEnvironment.read(), replicas(self.stack.token2wav, len(config.token2wav_gpus))
-        failures = {model: failure_of(environment.metrics_directory, model) for model in models}
+        models = replicas(self.stack.token2wav, len(config.token2wav_gpus))
+        failures = {model: failure_of(path_of(METRICS_DIRECTORY), model) for model in models}
         token2wav = Token2WavReplicas(
             {model: send_over_triton(call, model, first_id) for model in models},
             cumulative=self.stack.cumulative,
@@ -60,7 +60,7 @@ class OrchestratorModel:
         if warning := self._pipeline.texts.warning:
             logger.warning("%s", warning)
         self._pieces = PieceStreams(config.text_timeout)
-        self._drain = DrainFile(environment.drain_file)
+        self._drain = DrainFile(path_of(DRAIN_FILE))
         self._stats = RequestStats()
         self._loop = triton_io.RequestLoop(self.answer, model=args["model_name"], decoupled=config.decoupled)
         self._monitor = ModelMonitor(args, test=self._test, read=self._values)
