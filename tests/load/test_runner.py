@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AbstractContextManager, aclosing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,10 @@ from cosyvoice_triton.load import runner
 from cosyvoice_triton.load.doors import SpeakerDoor
 from cosyvoice_triton.load.plan import Load, LoadJob
 from cosyvoice_triton.load.runner import measured
-from cosyvoice_triton.speech_service.settings import Settings
 
 from tests.conftest import ROOT
-from tests.support.speech_fixtures import StubbedService, serving, stub_triton
-from tests.support.triton_stub import StubProcess, TritonStub, stub_process, texts_of
+from tests.support.speech_fixtures import StubbedService, service_with_stub
+from tests.support.triton_stub import StubProcess, stub_process, texts_of
 from tests.support.waiting import until
 
 VOICE = str(samples.FOLDER / "reference_zh.wav")
@@ -200,21 +198,13 @@ def test_a_command_line_that_cannot_be_run_is_reported_in_one_line_before_the_fi
     assert words in message and message.startswith("error: ") and message.count("\n") == 1
 
 
-@dataclass
-class Served(StubbedService):
-    """With the address of the stub."""
-
-    triton: str
-
-
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    stub, voices = TritonStub(), tmp_path_factory.mktemp("voices")
-    with stub_triton(stub) as address, serving(Settings(urls=(address,), voices_dir=voices)) as url:
-        yield Served(url, stub, voices, address)
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubbedService]:
+    with service_with_stub(tmp_path_factory.mktemp("voices")) as running:
+        yield running
 
 
-def row_of(service: Served, output: Path, *options: str) -> tuple[int, dict[str, Any]]:
+def row_of(service: StubbedService, output: Path, *options: str) -> tuple[int, dict[str, Any]]:
     """The exit code and the figures of an open loop of ten requests, sent without a warm-up."""
     loop = ("--open-loop", "20", "--duration", "0.5", "--warmup-requests", "0", "--output", str(output))
     code = benchmark.main(["--server", service.url, *loop, *options])
@@ -241,7 +231,7 @@ def test_a_duration_without_rates_is_refused(capsys: pytest.CaptureFixture[str])
     assert "--request-rates, which is missing" in capsys.readouterr().err
 
 
-def test_a_registered_voice_is_named_and_a_full_server_refuses(service: Served, tmp_path: Path) -> None:
+def test_a_registered_voice_is_named_and_a_full_server_refuses(service: StubbedService, tmp_path: Path) -> None:
     code, row = row_of(service, tmp_path / "known", "--speaker", "anna")
     assert (code, row["requests"]) == (0, 10) and texts_of(service.stub.requests[-1])["speaker"] == "anna"
     service.stub.places = 0
@@ -250,13 +240,13 @@ def test_a_registered_voice_is_named_and_a_full_server_refuses(service: Served, 
     assert (code, row["refused"], row["errors"], row["refusal_ms"]["max"] > 0) == (0, 10, 0, True)
 
 
-def test_a_failed_answer_is_an_error_in_the_words_of_the_service(service: Served, tmp_path: Path) -> None:
+def test_a_failed_answer_is_an_error_in_the_words_of_the_service(service: StubbedService, tmp_path: Path) -> None:
     for text, words in (("refuse it", "is refused"), ("break it", "cannot answer")):
         code, row = row_of(service, tmp_path / "out", "--target-text", text)
         assert (code, row["errors"]) == (1, 10) and words in row["failures"][0]
 
 
-def test_an_open_loop_over_a_websocket_has_as_much_audio(service: Served, tmp_path: Path) -> None:
+def test_an_open_loop_over_a_websocket_has_as_much_audio(service: StubbedService, tmp_path: Path) -> None:
     over = dataclasses.replace(service, url=service.url.replace("http", "ws"))
     code, row = row_of(over, tmp_path / "out", "--target-text", "Hello.", "--speaker", "anna", "--seed", "3")
     assert (code, row["requests"], row["errors"]) == (0, 10, 0)
@@ -301,8 +291,9 @@ async def test_a_speaker_that_hangs_is_an_error_in_time() -> None:
 
 
 @pytest.mark.parametrize("over", ["grpc", "http", "ws"])
-def test_a_cancelled_request_ends_at_the_server_and_is_no_error(service: Served, over: str) -> None:
-    stub, server = service.stub, service.triton if over == "grpc" else service.url.replace("http", over)
+def test_a_cancelled_request_ends_at_the_server_and_is_no_error(service: StubbedService, over: str) -> None:
+    stub = service.stub
+    server = stub.address if over == "grpc" else service.url.replace("http", over)
     cancelled, arrived = stub.cancelled, stub.asked
     job = LoadJob("left", Utterance("endless"), cancel_after=1.0)
     run = measured(Load([server], stacks.DEFAULT.orchestrator, "streaming", jobs=[job]), "cancelled")
