@@ -40,7 +40,6 @@ from cosyvoice_triton.monitoring.metrics import (
     ENDING,
     QUEUED,
     MetricsFile,
-    MetricsPublisher,
     RequestStats,
     page,
     read,
@@ -219,8 +218,8 @@ def test_leading_silence_counts_until_the_first_audible_sample() -> None:
 
 def test_the_page_has_each_family_once_with_a_sample_per_instance(published) -> None:
     for name in ("m_0", "m_1"):
-        instance = {"model_name": "m", "model_instance_name": name}
-        MetricsPublisher(lambda: {metrics.QUEUED: 3, metrics.CHUNKS: 7}, instance).close()
+        samples = samples_of({"model": "m", "model_instance": name}, {metrics.QUEUED: 3, metrics.CHUNKS: 7})
+        MetricsFile(published / f"{name}{ENDING}", samples).close()
     page = metrics.page(published)
     assert page.count("# TYPE tts_token2wav_chunks_queued gauge\n") == 1
     assert 'tts_token2wav_chunks_total{model="m",model_instance="m_1"} 7\n' in page

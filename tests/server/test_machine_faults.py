@@ -62,7 +62,7 @@ def fill(disk: Path) -> None:
 
 def test_a_full_disk_stops_no_sign_of_life_no_number_no_drain_and_no_report_of_a_failure(disk, monkeypatch, caplog):
     monkeypatch.setenv(METRICS_DIRECTORY, str(disk))
-    monkeypatch.setattr("cosyvoice_triton.monitoring.metrics.PERIOD_SECONDS", 0.02)
+    monkeypatch.setattr("cosyvoice_triton.monitoring.health.PERIOD_SECONDS", 0.02)
     drain, live = DrainFile(disk / "draining"), 1
     drain.reserve()
     read = Mock(side_effect=lambda: {LIVE: live})

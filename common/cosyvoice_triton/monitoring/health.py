@@ -23,12 +23,13 @@ from pathlib import Path
 from cosyvoice_triton.errors import UnavailableError, is_fatal
 from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY, path_of
-from cosyvoice_triton.monitoring.metrics import Metric, MetricsPublisher, Values
+from cosyvoice_triton.monitoring.metrics import ENDING, Metric, MetricsFile, Samples, Values, samples_of
 
 logger = logging.getLogger(__name__)
 
 TEST_SECONDS = 10.0  # an idle model passes two tests before it counts as not ready (server/watch.py)
 POLL_SECONDS = 1.0
+PERIOD_SECONDS = 0.25  # so at least once between two checks of the server or of a drain, which are 0.5 s apart
 RETURN_SECONDS = 30.0  # between two times that freed memory is given back
 FAILED = ".failed"  # ending of the file that names the reason
 NOTICE_BYTES = 1024  # of a reason, at most
@@ -113,27 +114,50 @@ class ModelMonitor:
     def __init__(
         self, args: Mapping[str, str], *, test: Callable[[], object], read: Callable[[], Values] = dict
     ) -> None:
-        self._test = test
+        self._test, self._read = test, read
         self._model = args["model_name"]
+        self._labels = {"model": self._model, "model_instance": args["model_instance_name"]}
         self._ended = threading.Event()
+        self._publisher: threading.Thread | None = None
         health.succeeded()  # it has just been loaded
         # Before the first metrics, which tell the server that the process has this.
         faulthandler.register(STACKS_SIGNAL)
-        directory = path_of(METRICS_DIRECTORY)
+        if (directory := path_of(METRICS_DIRECTORY)) is None:
+            return
         failure_of(directory, self._model).reserve()
-        self._publisher = MetricsPublisher(lambda: {**read(), **health.values()}, args)
-        if directory:
-            gc.collect()
-            gc.freeze()  # loaded objects stay: to scan them again would stop all threads for a tenth of a second
-            threading.Thread(target=self._run, name="health", daemon=True).start()
+        # So that every sample exists before the first request.
+        file = MetricsFile(directory / f"{args['model_instance_name']}{ENDING}", self._samples())
+        self._publisher = threading.Thread(target=self._publish, args=(file,), name="metrics", daemon=True)
+        self._publisher.start()
+        gc.collect()
+        gc.freeze()  # loaded objects stay: to scan them again would stop all threads for a tenth of a second
+        threading.Thread(target=self._check, name="health", daemon=True).start()
 
     def close(self) -> None:
         """Stop publishing, and send the last spans."""
         self._ended.set()
-        self._publisher.close()
+        if self._publisher:
+            self._publisher.join()
         tracing.flush()
 
-    def _run(self) -> None:
+    def _publish(self, file: MetricsFile) -> None:
+        """Write the current numbers regularly. It never raises, because metrics must not end a model; a failure is
+        logged once, until the next success."""
+        fails = False
+        while not self._ended.wait(PERIOD_SECONDS):
+            try:
+                file.write(self._samples())
+                fails = False
+            except Exception:
+                if not fails:
+                    logger.exception("cannot write the metrics")
+                fails = True
+        file.close()
+
+    def _samples(self) -> Samples:
+        return samples_of(self._labels, {**self._read(), **health.values()})
+
+    def _check(self) -> None:
         returned_at = time.monotonic()
         while not self._ended.wait(POLL_SECONDS):
             health.test_if_due(self._test, self._model)
