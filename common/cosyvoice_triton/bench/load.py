@@ -136,17 +136,7 @@ def _sweep(args: argparse.Namespace, command: list[str], doors: Mapping[str, Doo
         count = args.num_requests or max(len(jobs), MIN_REQUESTS, REQUESTS_PER_TASK * tasks)
         if rate and args.duration:
             count = max(1, round(rate * args.duration))
-        load = Load(
-            servers=args.servers,
-            model=args.model_name,
-            mode=args.mode,
-            jobs=jobs.take(count),
-            warmup=jobs.warmup(args.warmup_requests, tasks),
-            tasks=tasks,
-            rate=rate,
-            listening=bool(args.listeners),
-            timeout=args.timeout,
-        )
+        load = jobs.load(args, count, tasks, servers=args.servers, rate=rate, listening=bool(args.listeners))
         run = measured(load, load.shape(), doors)
         found.add(load, run)
         found.write(args.output)  # after each step, so that an aborted sweep keeps its results
