@@ -99,14 +99,10 @@ def with_suffix(output: Path, suffix: str) -> Path:
 @reporting_errors("interrupted before there was anything to report")
 def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    return sweep(parse_args(argv), sys.argv[1:] if argv is None else argv)
-
-
-def sweep(args: argparse.Namespace, command: list[str]) -> int:
-    """Measure until a step is aborted; return 0 if every request of every step was answered."""
+    args = parse_args(argv)
     with ExitStack() as stack:
         doors = {server: _speaker_door(server, stack) for server in args.servers if Path(server).is_dir()}
-        return _sweep(args, command, doors)
+        return sweep(args, sys.argv[1:] if argv is None else argv, doors)
 
 
 def _speaker_door(models: str, stack: ExitStack) -> SpeakerDoor:
@@ -115,7 +111,8 @@ def _speaker_door(models: str, stack: ExitStack) -> SpeakerDoor:
     return SpeakerDoor(stack.enter_context(Speaker(models)))
 
 
-def _sweep(args: argparse.Namespace, command: list[str], doors: Mapping[str, Door]) -> int:
+def sweep(args: argparse.Namespace, command: list[str], doors: Mapping[str, Door]) -> int:
+    """Measure until a step is aborted; return 0 if every request of every step was answered."""
     if not (args.manifest_path or args.huggingface_dataset or args.target_text):
         args.manifest_path = samples.MANIFEST
     jobs = Jobs.from_arguments(args)

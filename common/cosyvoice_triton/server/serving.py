@@ -36,14 +36,14 @@ REPORT_SECONDS = 5.0
 LISTEN_POLL_SECONDS = 0.1
 
 
-class _Pages6(ThreadingHTTPServer):
-    address_family = socket.AF_INET6
-
-
-class HealthPage:
+class HealthPage(ThreadingHTTPServer):
     """`with HealthPage(server, host, port) as health:`; it reports `health.state`. Port 0: any free one."""
 
+    daemon_threads = True
+
     def __init__(self, server: TritonServer, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
         self.state: State = "loading"
         self._server = server
         self.pages: dict[str, Callable[[], tuple[int, str]]] = {
@@ -51,18 +51,16 @@ class HealthPage:
             "/ready": self.readiness,
             "/metrics": lambda: (200, metrics.page(server.metrics_directory)),
         }
-        self._pages = (_Pages6 if ":" in host else ThreadingHTTPServer)((host, port), self._handler())
-        self._pages.daemon_threads = True
-        self.url = join(host, self._pages.server_port)
-        self._thread = threading.Thread(target=self._pages.serve_forever, name="health", daemon=True)
+        self.url = join(host, self.server_port)
+        self._thread = threading.Thread(target=self.serve_forever, name="health", daemon=True)
 
     def __enter__(self) -> "HealthPage":
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._pages.shutdown()
-        self._pages.server_close()
+        self.shutdown()
+        self.server_close()
         self._thread.join()
 
     def readiness(self) -> tuple[int, str]:
@@ -75,36 +73,33 @@ class HealthPage:
             return 200, "\n".join(["ready", *self._server.watch.lost.values()])
         return 503, "unanswering" if self.state == "ready" else self.state  # it may have changed meanwhile
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        page = self
 
-        class Handler(BaseHTTPRequestHandler):
-            timeout = 5  # seconds, for callers that send nothing
+class _Handler(BaseHTTPRequestHandler):
+    server: HealthPage
+    timeout = 5  # seconds, for callers that send nothing
 
-            def do_OPTIONS(self) -> None:
-                self.send_response(204)
-                self.send_header("Allow", "GET, HEAD, OPTIONS")
-                self.end_headers()
+    def do_OPTIONS(self) -> None:
+        self.send_response(204)
+        self.send_header("Allow", "GET, HEAD, OPTIONS")
+        self.end_headers()
 
-            def do_GET(self) -> None:
-                if self.path not in page.pages:
-                    status, text = 404, f"no page {self.path[:80]!r}; pages: {' '.join(page.pages)}"
-                else:
-                    status, text = page.pages[self.path]()
-                body = f"{text.rstrip()}\n".encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "text/plain; charset=utf-8")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                if self.command == "GET":
-                    self.wfile.write(body)
+    def do_GET(self) -> None:
+        if self.path not in self.server.pages:
+            status, text = 404, f"no page {self.path[:80]!r}; pages: {' '.join(self.server.pages)}"
+        else:
+            status, text = self.server.pages[self.path]()
+        body = f"{text.rstrip()}\n".encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
 
-            do_HEAD = do_GET  # noqa: N815 - a name of the base class
+    do_HEAD = do_GET  # noqa: N815 - a name of the base class
 
-            def log_message(self, format: str, *args: object) -> None:
-                """Log nothing: there is a probe every second."""
-
-        return Handler
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing: there is a probe every second."""
 
 
 def drain(server: TritonServer, health: HealthPage, notice: float, limit: float) -> int:
