@@ -211,12 +211,3 @@ def failure_of(directory: Path | None, model: str) -> Notice:
 def reported_failures(directory: Path) -> dict[str, str]:
     """Return what `report_failure` has written: the reasons by model."""
     return {path.stem: path.read_text(errors="replace").strip() for path in directory.glob(f"*{FAILED}")}
-
-
-class DrainFile(Notice):
-    """Given once, by the process that started the server, which takes no new requests from then on."""
-
-    def check(self) -> None:
-        """Raise UnavailableError once it is given."""
-        if self.given():
-            raise UnavailableError("this server is shutting down and accepts no new requests; retry or use another one")

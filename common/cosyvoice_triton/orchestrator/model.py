@@ -15,10 +15,11 @@ from cosyvoice_triton import triton_io
 from cosyvoice_triton.audible import leading_silence
 from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.constants import MAX_SOURCE_SECONDS, PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.monitoring.environment import DRAIN_FILE, METRICS_DIRECTORY, path_of
-from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, failure_of
+from cosyvoice_triton.monitoring.health import ModelMonitor, Notice, failure_of
 from cosyvoice_triton.monitoring.metrics import BAD_ANSWERS, RequestStats, Values
 from cosyvoice_triton.orchestrator.assembly import Pipeline, remote_llm
 from cosyvoice_triton.orchestrator.report import Events, Report
@@ -60,7 +61,7 @@ class OrchestratorModel:
         if warning := self._pipeline.texts.warning:
             logger.warning("%s", warning)
         self._pieces = PieceStreams(config.text_timeout)
-        self._drain = DrainFile(path_of(DRAIN_FILE))
+        self._drain = Notice(path_of(DRAIN_FILE))
         self._stats = RequestStats()
         self._loop = triton_io.RequestLoop(self.answer, model=args["model_name"], decoupled=config.decoupled)
         self._monitor = ModelMonitor(args, test=self._test, read=self._values)
@@ -120,7 +121,9 @@ class OrchestratorModel:
         caller = str(parameters.get(tracing.TRACEPARENT, ""))
         with self._stats.request() as live, tracing.span("orchestrator", caller) as span:
             report = Report(span)
-            self._drain.check()
+            if self._drain.given():
+                stopping = "this server is shutting down and accepts no new requests; retry or use another one"
+                raise UnavailableError(stopping)
             synthesizer = self._pipeline.synthesizer
             if self._config.decoupled:
                 synthesizer.refusal.check()  # before the request is read

@@ -28,10 +28,6 @@ PYTHON_PATH = "python"
 VOICE = "sample"
 
 
-class EngineError(RuntimeError):
-    """The engine could not be built; the output of the tools is above."""
-
-
 def build_engine(models: Path, llm: SpeechLLM, max_batch_size: int, tp_size: int, pp_size: int) -> bool:
     """Build the engine of an LLM from its HuggingFace directory, both below `models`; False if the same one exists.
 
@@ -65,18 +61,20 @@ def _run(command: list[str]) -> None:
     try:
         finished = subprocess.run(command, check=False)
     except FileNotFoundError:
-        raise EngineError(
+        raise RuntimeError(
             f"{command[0]} is not installed: build the engine in the target trtllm of Dockerfile.server"
         ) from None
     if finished.returncode:
-        raise EngineError(f"{command[0]} ended with code {finished.returncode}")
+        raise RuntimeError(f"{command[0]} ended with code {finished.returncode}")
 
 
 def _fingerprint(source: Path) -> dict[str, list[int]]:
     """Return the sizes and modification times of the files that the engine is built from."""
     files = [source / "config.json", *sorted(source.glob("*.safetensors"))]
     if len(files) < 2 or not files[0].is_file():
-        raise EngineError(f"{source} is not a HuggingFace directory of the LLM; run: cosyvoice-triton prepare download")
+        raise RuntimeError(
+            f"{source} is not a HuggingFace directory of the LLM; run: cosyvoice-triton prepare download"
+        )
     return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
 
 

@@ -33,10 +33,6 @@ PROFILE = 0  # a plan has one
 _TYPES = {"FLOAT": torch.float32, "HALF": torch.float16}
 
 
-class PlanError(RuntimeError):
-    """No plan may be loaded; the message says why."""
-
-
 def installed() -> str | None:
     """Return the package of TensorRT that this process uses, if there is one."""
     return next((package for package in (FULL, RTX) if importlib.util.find_spec(package)), None)
@@ -83,10 +79,10 @@ def _machine(gpu: str) -> str:
 
 def plan_file(workload: Workload, model_dir: str | Path, machine: str) -> Path:
     """Return where the plan of `workload` for that machine is, or would be. The end of its name is a digest of the ONNX
-    file and the shapes. PlanError if that file is missing."""
+    file and the shapes. RuntimeError if that file is missing."""
     onnx = Path(model_dir) / workload.onnx
     if not onnx.is_file():
-        raise PlanError(f"{onnx} is missing; export it as docs/gpu.md describes")
+        raise RuntimeError(f"{onnx} is missing; export it as docs/gpu.md describes")
     built_from = hashlib.sha256(onnx.read_bytes())
     built_from.update(json.dumps(dict(workload.profile), sort_keys=True).encode())
     about = f"{workload.use} {workload.precision} {machine} {built_from.hexdigest()[:16]}"
@@ -94,13 +90,13 @@ def plan_file(workload: Workload, model_dir: str | Path, machine: str) -> Path:
 
 
 def read_plan(path: Path) -> bytes:
-    """Return a plan's bytes. PlanError with the problem and its remedy if there is none."""
+    """Return a plan's bytes. RuntimeError with the problem and its remedy if there is none."""
     if path.is_file():
         return path.read_bytes()
     problem = f"{path} does not exist"
     if others := _outdated(path):
         problem += f", and {others[0].name} was built from another ONNX file or for other shapes"
-    raise PlanError(f"{problem}; build it as docs/gpu.md describes")
+    raise RuntimeError(f"{problem}; build it as docs/gpu.md describes")
 
 
 def write_plan(path: Path, data: bytes) -> None:
@@ -150,7 +146,7 @@ class TensorRTNetwork(Network):
     """
 
     def __init__(self, engine: bytes, name: str, device: torch.device | str) -> None:
-        """Load the bytes of a plan for this machine. PlanError if TensorRT refuses it, RuntimeError without memory."""
+        """Load the bytes of a plan for this machine. RuntimeError if TensorRT refuses it, or without memory."""
         trt = tensorrt()
         self.name = name
         self._device = torch.device(device)
@@ -162,7 +158,7 @@ class TensorRTNetwork(Network):
             self._runtime = trt.Runtime(self._log)
             self._engine = self._runtime.deserialize_cuda_engine(engine)
             if self._engine is None:
-                raise PlanError(f"TensorRT refuses the plan of {name}: {self._log.reason()}; build it again")
+                raise RuntimeError(f"TensorRT refuses the plan of {name}: {self._log.reason()}; build it again")
             self._context = self._engine.create_execution_context()
         if self._context is None:
             raise RuntimeError(f"{name}: no memory for a TensorRT context: {self._log.reason()}")
@@ -178,7 +174,7 @@ class TensorRTNetwork(Network):
 
     @classmethod
     def load(cls, workload: Workload, model_dir: str | Path, device: torch.device | str) -> "TensorRTNetwork":
-        """Load the plan of `workload`. PlanError if none fits this machine, ImportError without TensorRT."""
+        """Load the plan of `workload`. RuntimeError if none fits this machine, ImportError without TensorRT."""
         plan = read_plan(plan_file(workload, model_dir, machine(device)))
         return cls(plan, f"{workload.onnx} ({workload.use})", device)
 

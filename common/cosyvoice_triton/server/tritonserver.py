@@ -31,7 +31,7 @@ from cosyvoice_triton.monitoring.environment import (
     METRICS_DIRECTORY,
     tritonserver_environment,
 )
-from cosyvoice_triton.monitoring.health import STACKS_SIGNAL, DrainFile
+from cosyvoice_triton.monitoring.health import STACKS_SIGNAL, Notice
 from cosyvoice_triton.replicas import first_replica
 from cosyvoice_triton.server.installation import Installation, ServerError, compile_library, work_directory
 from cosyvoice_triton.server.logs import MAX_BYTES, LogRotation, failure
@@ -173,7 +173,7 @@ class TritonServer:
         self.log_file = log_file or self._work / "server.log"
         self._rotation = LogRotation(self.log_file)
         self.metrics_directory = self._work / "metrics"  # of our models, see monitoring/metrics.py
-        self._drain = DrainFile(self._work / "draining")
+        self._drain = Notice(self._work / "draining")
         paths = {METRICS_DIRECTORY: self.metrics_directory, DRAIN_FILE: self._drain.path}
         self._variables = {name: str(path) for name, path in paths.items()} | {GRPC_ADDRESS: self.grpc_url}
         self._shm_prefix = f"tts_{uuid.uuid4().hex[:12]}_"
