@@ -6,7 +6,7 @@ compute times near zero there; see `RequestOutcome.stages` instead.
 """
 
 import math
-import time
+import timeit
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
 from itertools import repeat
@@ -82,15 +82,13 @@ def host_ms() -> float:
 
     First chunks depend on how fast the CPU runs Python, in which machines of one kind differ by 1.6 times.
     """
-    return 1e3 * min(_seconds() for _ in range(RUNS))
+    return 1e3 * min(timeit.repeat(_work, number=1, repeat=RUNS))
 
 
-def _seconds() -> float:
+def _work() -> None:
     counts: dict[int, int] = {}
-    begun = time.perf_counter()
     for number in range(LOOPS):
         counts[number & 1023] = counts.get(number & 1023, 0) + number
-    return time.perf_counter() - begun
 
 
 @dataclass(frozen=True)

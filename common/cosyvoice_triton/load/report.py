@@ -16,7 +16,7 @@ Cell = Callable[[Figures], object]
 Columns = dict[str, Cell]  # by heading
 
 
-STAGES = {  # in plotting order; see `orchestrator.report.OnStage` and `measure.RequestOutcome.stages`
+STAGES = {  # in the order of the table; see `orchestrator.report.OnStage` and `measure.RequestOutcome.stages`
     "voice": "Prompt: Tokens, Mel, Text of the Voice",
     "llm": "LLM, until its First Token",
     "prompt_cache": "token2wav, Prompt Cache",
@@ -156,7 +156,8 @@ REFUSALS: Columns = {
 def markdown_tables(rows: Sequence[Figures], label: str) -> str:
     """Return the tables of runs, without those that have nothing to show. label: title of the first column, whose cells
     are each run's `label`."""
-    stages: Columns = {STAGES[name]: partial(_stage, name) for name in stage_names(rows)}
+    reported = {name for row in rows for name in row["stages_ms"]}
+    stages: Columns = {title: partial(_stage, name) for name, title in STAGES.items() if name in reported}
     waits = "Where the First Chunk's Time Goes, Mean / 95th Percentile (ms)"
     shown = list(TABLES.items())
     if any(row["refused"] for row in rows):
@@ -177,11 +178,6 @@ def disaggregated_table(rows: Sequence[Figures], gpus: int) -> str:
         **{f"{title} (ms)": _part("first_chunk_ms", name) for title, name in shares.items()},
     }
     return _table(columns, rows)
-
-
-def stage_names(rows: Sequence[Figures]) -> list[str]:
-    reported = {name for row in rows for name in row["stages_ms"]}
-    return [name for name in STAGES if name in reported]
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
