@@ -300,15 +300,12 @@ def test_without_a_checkpoint_the_error_names_the_command_that_downloads_it(tmp_
         assert f"{download} {tmp_path} --stack {stack}" in capsys.readouterr().err
 
 
-def test_waiting_ends_when_the_awaited_process_ends() -> None:
-    command = [sys.executable, "-m", "cosyvoice_triton", "wait", "http://127.0.0.1:9/ready"]
+def test_waiting_ends_when_the_awaited_process_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    url = "http://127.0.0.1:9/ready"
     with subprocess.Popen(["sleep", "1"]) as ending:
-        run = subprocess.run(
-            [*command, "--process", str(ending.pid)], cwd=ROOT, capture_output=True, text=True, timeout=30
-        )
-    assert run.returncode == 1 and f"process {ending.pid} has ended" in run.stderr
-    run = subprocess.run([*command, "--seconds", "0"], cwd=ROOT, capture_output=True, text=True, timeout=30)
-    assert run.returncode == 1 and "Connection refused" in run.stderr
+        assert wait_ready.main(["--process", str(ending.pid), url]) == 1
+    assert f"process {ending.pid} has ended" in capsys.readouterr().err
+    assert wait_ready.main(["--seconds", "0", url]) == 1 and "Connection refused" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         wait_ready.main(["localhost:8003/ready"])
 

@@ -18,7 +18,7 @@ from cosyvoice_triton.cli.offline_inference import JOURNAL, SILENT_SECONDS, Outp
 from cosyvoice_triton.cli.upstream import WITHOUT_MEANING
 from cosyvoice_triton.config import TensorrtLLMConfig
 from cosyvoice_triton.constants import SAMPLE_RATE
-from cosyvoice_triton.load.samples import Sample, SampleError
+from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.offline.shared import SampleRun
 from cosyvoice_triton.voice.audio import save_audio
 from cosyvoice_triton.voice.prompt import Recording
@@ -133,7 +133,7 @@ def test_a_sample_without_audio_or_with_an_incomplete_line_is_not_finished(tmp_p
 
 def test_an_unwritable_folder_is_reported_in_one_line(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(SampleError, match="cannot write to .*; choose another folder"):
+    with pytest.raises(ValueError, match="cannot write to .*; choose another folder"):
         OutputFolder(tmp_path / "file", SETTINGS)
 
 

@@ -43,7 +43,7 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.load.report import table
-from cosyvoice_triton.load.samples import Sample, SampleError
+from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.offline.shared import (
     SampleRun,
     WholeToken2Wav,
@@ -84,7 +84,7 @@ class OutputFolder:
         log.txt          the figures of the last run, as JSON
 
     A sample is finished if the last of its lines has the hash of the same text, recording and settings.
-    settings: everything besides the samples that the audio depends on. SampleError if the folder cannot be made.
+    settings: everything besides the samples that the audio depends on. ValueError if the folder cannot be made.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -93,7 +93,7 @@ class OutputFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise SampleError(f"cannot write to {path}: {error}; choose another folder") from None
+            raise ValueError(f"cannot write to {path}: {error}; choose another folder") from None
         self._finished = _read_journal(path / JOURNAL)
 
     def holds(self, sample: Sample) -> bool:

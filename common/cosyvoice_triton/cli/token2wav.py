@@ -35,7 +35,7 @@ from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS
 from cosyvoice_triton.errors import OverloadedError
 from cosyvoice_triton.load.report import table
-from cosyvoice_triton.load.samples import Sample, SampleError
+from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.monitoring.metrics import BATCHES
 from cosyvoice_triton.offline.shared import (
     SampleRun,
@@ -95,12 +95,12 @@ def with_tokens(samples: Sequence[Sample], path: Path | None) -> list[Sample]:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         tokens = {str(row["id"]): np.asarray(row["target_audio_cosy2_tokens"], np.int64) for row in rows}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SampleError(
+        raise ValueError(
             f"cannot read the tokens in {path}: {type(error).__name__} {error}; "
             "`cosyvoice-triton offline` writes such a file, samples.jsonl"
         ) from None
     if missing := [sample.id for sample in samples if sample.id not in tokens]:
-        raise SampleError(f"{path} has no tokens for {len(missing)} sample(s), the first is {missing[0]!r}")
+        raise ValueError(f"{path} has no tokens for {len(missing)} sample(s), the first is {missing[0]!r}")
     return [replace(sample, target_audio_cosy2_tokens=tokens[sample.id]) for sample in samples]
 
 
@@ -188,12 +188,6 @@ async def passes(
     return epochs
 
 
-def tokens_of(sample: Sample, prompt: Prompt) -> np.ndarray:
-    """Return the sample's speech tokens (n,), those of the recording if it has none."""
-    tokens = sample.target_audio_cosy2_tokens
-    return prompt.tokens if tokens is None else tokens
-
-
 class Epoch(SampleRun):
     """One pass over the samples, in which each voice is encoded once."""
 
@@ -210,7 +204,8 @@ class Epoch(SampleRun):
             prompt = encoder(recording_of(sample))
             await asyncio.sleep(0)  # the voices of the whole batch come first
             enter("token2wav")
-            answer = await render(prompt, tokens_of(sample, prompt))
+            tokens = sample.target_audio_cosy2_tokens
+            answer = await render(prompt, prompt.tokens if tokens is None else tokens)
             enter("")
             self.save(self.output_dir / f"{sample.id}.wav", np.concatenate(answer.chunks))
             if answer.first_chunk is not None:

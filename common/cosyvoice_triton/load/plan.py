@@ -113,7 +113,7 @@ class Jobs:
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> "Jobs":
-        """Read the requests that the options select; SampleError or ClientError if they cannot be read."""
+        """Read the requests that the options select; ValueError or ClientError if they cannot be read."""
         if args.manifest_path is not None:
             split, samples = args.manifest_path.stem, read_manifest(args.manifest_path, limit=args.num_requests)
         elif args.huggingface_dataset is not None:

@@ -27,7 +27,7 @@ from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS, SAMPLE_RATE
 from cosyvoice_triton.demo_checkpoint import has_random_weights
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.load.report import table
-from cosyvoice_triton.load.samples import Sample, SampleError, read_dataset, read_manifest
+from cosyvoice_triton.load.samples import Sample, read_dataset, read_manifest
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.text import clean_line
 from cosyvoice_triton.token2wav.engine import Token2Wav
@@ -56,18 +56,18 @@ def add_trt_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def read_samples(args: argparse.Namespace) -> list[Sample]:
-    """Return the samples that the options select. Raise SampleError if they cannot be read."""
+    """Return the samples that the options select. Raise ValueError if they cannot be read."""
     if args.manifest_path and (args.split_name or args.dataset_name):
-        raise SampleError("give a manifest or a data set, not both")
+        raise ValueError("give a manifest or a data set, not both")
     if args.dataset_name and not args.split_name:
-        raise SampleError(f"which split of {args.dataset_name}? name it")
+        raise ValueError(f"which split of {args.dataset_name}? name it")
     if args.split_name:
         name = args.dataset_name or ("yuekai/CV3-Eval" if "zero" in args.split_name else "yuekai/seed_tts_cosy2")
         found = read_dataset(name, args.split_name)
     else:
         found = read_manifest(args.manifest_path or samples.MANIFEST)
     if nameless := [sample.id for sample in found if sample.prompt_audio is None]:
-        raise SampleError(f"sample {nameless[0]!r} names a speaker; offline tools need prompt_audio")
+        raise ValueError(f"sample {nameless[0]!r} names a speaker; offline tools need prompt_audio")
     return found
 
 
