@@ -2,7 +2,9 @@
 options say of the LLM, its output folder, and which samples a second run keeps."""
 
 import asyncio
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from cosyvoice_triton.cli.upstream import WITHOUT_MEANING
 from cosyvoice_triton.config import TensorrtLLMConfig
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.samples import Sample
+from cosyvoice_triton.offline import shared
 from cosyvoice_triton.offline.shared import SampleRun
 from cosyvoice_triton.voice.audio import save_audio
 from cosyvoice_triton.voice.prompt import Recording
@@ -163,6 +166,25 @@ def test_the_time_of_each_stage_is_that_in_which_a_sample_is_in_it():
     assert made.figures() == expected
     made.audio_seconds = 0.0
     assert made.figures(10.0)["llm_rtf"] is None
+
+
+async def test_a_batch_is_rendered_for_the_others_if_the_one_whose_turn_it_is_is_cancelled(monkeypatch):
+    begun, released = threading.Event(), threading.Event()
+
+    def whole_batch(batch):
+        begun.set()
+        released.wait(60)
+        return [np.ones(len(tokens)) for _, tokens in batch]
+
+    engine = SimpleNamespace(warm_up=dict, whole_batch=whole_batch)
+    monkeypatch.setattr(shared.Token2Wav, "from_config", lambda *of: engine)
+    whole = shared.WholeToken2Wav(None, None, batch_size=2)
+    first, second = (asyncio.create_task(whole.offline(None, [0] * length)) for length in (1, 2))
+    await asyncio.to_thread(begun.wait, 60)
+    first.cancel()
+    released.set()
+    assert (await second).size == 2 and first.cancelled()
+    whole.close()
 
 
 @pytest.mark.parametrize(

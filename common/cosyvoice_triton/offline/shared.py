@@ -244,6 +244,9 @@ class WholeToken2Wav:
         loop, results = asyncio.get_running_loop(), list[Any]()
         try:
             results += await loop.run_in_executor(self._thread, isolated, self._rendered, batch)
+        except asyncio.CancelledError:  # whoever's turn it was does not wait any more, but the others do
+            self._waiting += batch
+            raise
         except Exception as error:  # which every later batch has, too
             results += [error] * len(batch)
         for each, result in zip(batch, results, strict=True):
