@@ -21,7 +21,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +61,8 @@ STAGES = ("voice", "token2wav")
 RETRY_SECONDS = 0.1  # until a stream that found no place asks again
 
 
-@dataclass
-class Rendered:
-    """One utterance: chunks (N,) float32 at 24 kHz; of a stream, the seconds from its start to the first."""
-
-    chunks: list[np.ndarray]
-    first_chunk: float | None = None
-
-
-Render = Callable[[Prompt, np.ndarray], Awaitable[Rendered]]  # of speech tokens (n,)
+# Of speech tokens (n,): chunks (N,) float32 at 24 kHz, and of a stream the seconds from its start to the first.
+Render = Callable[[Prompt, np.ndarray], Awaitable[tuple[list[np.ndarray], float | None]]]
 
 
 def add_token2wav_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,8 +118,8 @@ def renderer(args: argparse.Namespace, stack: Stack, closing: ExitStack) -> tupl
         whole = WholeToken2Wav(stack, token2wav_config(args, args.model_dir, "torch", 1), args.batch_size)
         closing.callback(whole.close)
 
-        async def rendered(prompt: Prompt, tokens: np.ndarray) -> Rendered:
-            return Rendered([await whole.offline(prompt, tokens.tolist())])
+        async def rendered(prompt: Prompt, tokens: np.ndarray) -> tuple[list[np.ndarray], None]:
+            return [await whole.offline(prompt, tokens.tolist())], None
 
         return rendered, lambda: whole.calls
     service = load_token2wav(stack, token2wav_config(args, args.model_dir, "auto", args.batch_size))
@@ -140,20 +133,20 @@ def renderer(args: argparse.Namespace, stack: Stack, closing: ExitStack) -> tupl
     )
     port = port_of(service, stack)
 
-    async def streamed(prompt: Prompt, tokens: np.ndarray) -> Rendered:
+    async def streamed(prompt: Prompt, tokens: np.ndarray) -> tuple[list[np.ndarray], float]:
         if not len(tokens):
             raise ValueError("there are no speech tokens")
-        stream, answer, schedule = port.open(), Rendered([]), rules.schedule(len(prompt.tokens))
+        stream, schedule = port.open(), rules.schedule(len(prompt.tokens))
         await admitted(stream)
-        begun = time.perf_counter()
+        chunks, begun, first = list[np.ndarray](), time.perf_counter(), 0.0
         try:
             await stream.start(prompt, None)
             while (hop := schedule.next_hop(len(tokens), ended=True)) is not None:
-                answer.chunks.append(await stream.render(tokens.tolist(), hop))
-                answer.first_chunk = answer.first_chunk or time.perf_counter() - begun
+                chunks.append(await stream.render(tokens.tolist(), hop))
+                first = first or time.perf_counter() - begun
         finally:
             await stream.abort()
-        return answer
+        return chunks, first
 
     return streamed, lambda: int(service.stats()[BATCHES])
 
@@ -205,12 +198,12 @@ class Epoch(SampleRun):
             await asyncio.sleep(0)  # the voices of the whole batch come first
             enter("token2wav")
             tokens = sample.target_audio_cosy2_tokens
-            answer = await render(prompt, prompt.tokens if tokens is None else tokens)
+            chunks, first = await render(prompt, prompt.tokens if tokens is None else tokens)
             enter("")
-            self.save(self.output_dir / f"{sample.id}.wav", np.concatenate(answer.chunks))
-            if answer.first_chunk is not None:
-                self.first_chunks.append(answer.first_chunk)
-                self.chunks += len(answer.chunks)
+            self.save(self.output_dir / f"{sample.id}.wav", np.concatenate(chunks))
+            if first is not None:
+                self.first_chunks.append(first)
+                self.chunks += len(chunks)
 
     def figures(self, total: float | None = None) -> dict[str, Any]:
         """Return the times of the stages, which follow one another, and what the chunks of streams cost. Without
