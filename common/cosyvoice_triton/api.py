@@ -201,7 +201,6 @@ class Server:
         # Here, because a client does not need them.
         from cosyvoice_triton.demo_checkpoint import DEMO_SETTINGS
         from cosyvoice_triton.prepare import steps
-        from cosyvoice_triton.prepare.missing import require_files
         from cosyvoice_triton.server import mps
         from cosyvoice_triton.server.options import StackOptions, planned
         from cosyvoice_triton.server.rendering import render
@@ -214,7 +213,7 @@ class Server:
                 steps.demo(models, self._options.get("stack", stacks.DEFAULT.name))
                 self._options["settings"] = {**DEMO_SETTINGS, **self._options.get("settings", {})}
             options, _ = planned(StackOptions(models_dir=models, **self._options))
-            require_files(options)
+            options.require_files()
             render(options, work / "repository")
             stack.enter_context(mps.shared_gpu(work / "repository"))
             self._triton = stack.enter_context(TritonServer(work / "repository", ports=Ports(0, 0, 0)))

@@ -16,7 +16,7 @@ CONFIG = DiTFlowConfig(
     estimator=DiTConfig(width=192, depth=6, heads=6, head_dim=32, feed_forward=448, time_frequencies=64),
 )
 FILE = "flow_dit.pt"
-FIRST_HOPS = (15, 20, 25, 50, 100)  # tokens; later hops double
+FIRST_HOPS = (10, 15, 25, 50, 100)  # tokens, those of serving among them; later hops double
 LARGEST_HOP = 100
 
 

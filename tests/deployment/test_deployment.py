@@ -134,7 +134,7 @@ def test_the_python_with_tensorrt_llm_gets_what_our_programs_import_there() -> N
     absent = [module for module, owners in metadata.packages_distributions().items() if named & {*owners}]
     assert {"soundfile", "tritonclient"} <= {*absent}
     code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
-    for module in ("cli.test_llm", "cli.convert_checkpoint", "prepare.trtllm_checkpoint"):
+    for module in ("cli.test_llm", "cli.convert_checkpoint"):
         code += f"import cosyvoice_triton.{module}\n"
     ran(sys.executable, "-c", code)
 

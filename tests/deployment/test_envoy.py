@@ -67,22 +67,11 @@ class Handler(Page):
         return self.reply(200, {"path": self.path, "body": self.body().decode(), "headers": headers})
 
 
-class Recording(TritonStub):
-    """A stub that keeps the headers of its last stream."""
-
-    headers: dict[str, str]
-
-    async def ModelStreamInfer(self, iterator: Any, context: Any) -> Any:  # noqa: N802
-        self.headers = dict(context.invocation_metadata())
-        async for response in super().ModelStreamInfer(iterator, context):
-            yield response
-
-
 @dataclass
 class Servers:
     """Two Tritons, each a stub of gRPC and the pages beside it."""
 
-    stubs: list[Recording] = field(default_factory=lambda: [Recording(pause=0.05) for _ in range(2)])
+    stubs: list[TritonStub] = field(default_factory=lambda: [TritonStub(pause=0.05) for _ in range(2)])
     pages: list[Pages] = field(default_factory=list)
     ports: list[Ports] = field(default_factory=list)
 

@@ -200,8 +200,8 @@ def test_a_command_line_that_cannot_be_run_is_reported_in_one_line_before_the_fi
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubbedService]:
-    with service_with_stub(tmp_path_factory.mktemp("voices")) as service:
-        yield service
+    with service_with_stub(tmp_path_factory.mktemp("voices")) as running:
+        yield running
 
 
 def row_of(service: StubbedService, output: Path, *options: str) -> tuple[int, dict[str, Any]]:
@@ -292,7 +292,8 @@ async def test_a_speaker_that_hangs_is_an_error_in_time() -> None:
 
 @pytest.mark.parametrize("over", ["grpc", "http", "ws"])
 def test_a_cancelled_request_ends_at_the_server_and_is_no_error(service: StubbedService, over: str) -> None:
-    stub, server = service.stub, service.triton if over == "grpc" else service.url.replace("http", over)
+    stub = service.stub
+    server = stub.address if over == "grpc" else service.url.replace("http", over)
     cancelled, arrived = stub.cancelled, stub.asked
     job = LoadJob("left", Utterance("endless"), cancel_after=1.0)
     run = measured(Load([server], stacks.DEFAULT.orchestrator, "streaming", jobs=[job]), "cancelled")

@@ -12,7 +12,7 @@ from cosyvoice_triton import samples
 from cosyvoice_triton.client.arguments import add_voice_arguments
 from cosyvoice_triton.constants import MAX_REFERENCE_SECONDS, MIN_REFERENCE_SECONDS, TOKEN_RATE
 from cosyvoice_triton.load.plan import Jobs, add_job_arguments
-from cosyvoice_triton.load.samples import SampleError, read_dataset, read_manifest
+from cosyvoice_triton.load.samples import read_dataset, read_manifest
 from cosyvoice_triton.text.segments import expected_seconds
 
 VOICE = samples.FOLDER / "reference_zh.wav"
@@ -48,7 +48,7 @@ def test_a_row_may_have_a_registered_speaker_instead_of_a_recording(tmp_path: Pa
 def test_a_seed_tts_list_is_read(tmp_path: Path) -> None:
     path = tmp_path / "meta.lst"
     path.write_text(f"utt-1.wav|你好|{VOICE}|再见\nutt-2|你好|{VOICE}\n", encoding="utf-8")
-    with pytest.raises(SampleError, match=r"line 2 has 3 cells; expected id\|prompt_text\|prompt_audio\|target_text"):
+    with pytest.raises(ValueError, match=r"line 2 has 3 cells; expected id\|prompt_text\|prompt_audio\|target_text"):
         read_manifest(path)
     (sample,) = read_manifest(path, limit=1)
     assert (sample.id, sample.prompt_text, sample.target_text) == ("utt-1", "你好", "再见")
@@ -76,15 +76,15 @@ def test_a_seed_tts_list_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_an_error_in_a_row_names_the_line_and_the_column(bad: dict[str, Any] | str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(SampleError, match=words) as raised:
+    with pytest.raises(ValueError, match=words) as raised:
         read_manifest(manifest(tmp_path, row(), bad))
     assert "\n" not in str(raised.value)
 
 
 def test_an_empty_or_missing_manifest_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(SampleError, match="has no rows"):
+    with pytest.raises(ValueError, match="has no rows"):
         read_manifest(manifest(tmp_path))
-    with pytest.raises(SampleError, match="cannot read the manifest"):
+    with pytest.raises(ValueError, match="cannot read the manifest"):
         read_manifest(tmp_path / "missing.jsonl")
 
 
@@ -125,19 +125,19 @@ def test_a_dataset_in_the_format_of_upstream_is_read(tmp_path: Path, offline: No
 
 def test_a_dataset_with_other_columns_is_refused(tmp_path: Path, offline: None) -> None:
     rows = [row(prompt_audio={"bytes": VOICE.read_bytes(), "path": None}, target_text=None, text="Hello.")]
-    with pytest.raises(SampleError, match="row 0 has no target_text; it has id, prompt_audio, prompt_text, text"):
+    with pytest.raises(ValueError, match="row 0 has no target_text; it has id, prompt_audio, prompt_text, text"):
         read_dataset(saved_dataset(tmp_path, rows), "test_zh")
 
 
 def test_an_unreachable_dataset_is_reported_in_one_line_that_suggests_a_manifest(offline: None) -> None:
-    with pytest.raises(SampleError, match="cannot load the split test_zh .* --manifest-path") as raised:
+    with pytest.raises(ValueError, match="cannot load the split test_zh .* --manifest-path") as raised:
         read_dataset("yuekai/seed_tts", "test_zh")
     assert "\n" not in str(raised.value)
 
 
 def test_without_the_package_datasets_the_error_names_the_command_that_installs_it(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(SampleError, match=r"pip install -e '\.\[datasets\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[datasets\]'"):
         read_dataset("yuekai/seed_tts", "test_zh")
 
 

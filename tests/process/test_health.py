@@ -23,7 +23,8 @@ from cosyvoice_triton.monitoring import health as process_health
 from cosyvoice_triton.monitoring.environment import (
     METRICS_DIRECTORY,
     TEST_FAULTS,
-    ModelEnvironment,
+    grpc_address,
+    path_of,
     tritonserver_environment,
 )
 from cosyvoice_triton.monitoring.health import (
@@ -39,7 +40,6 @@ from cosyvoice_triton.monitoring.metrics import (
     ENDING,
     QUEUED,
     MetricsFile,
-    MetricsPublisher,
     RequestStats,
     page,
     read,
@@ -58,10 +58,6 @@ from cosyvoice_triton.server.watch import (
 )
 
 from tests.support.waiting import Clock, until
-
-FULL = ModelEnvironment(
-    metrics_directory=Path("/m"), drain_file=Path("/d"), grpc_address="10.0.0.1:9001", faults=Path("/")
-)
 
 
 @pytest.fixture
@@ -222,8 +218,8 @@ def test_leading_silence_counts_until_the_first_audible_sample() -> None:
 
 def test_the_page_has_each_family_once_with_a_sample_per_instance(published) -> None:
     for name in ("m_0", "m_1"):
-        instance = {"model_name": "m", "model_instance_name": name}
-        MetricsPublisher(lambda: {metrics.QUEUED: 3, metrics.CHUNKS: 7}, instance).close()
+        samples = samples_of({"model": "m", "model_instance": name}, {metrics.QUEUED: 3, metrics.CHUNKS: 7})
+        MetricsFile(published / f"{name}{ENDING}", samples).close()
     page = metrics.page(published)
     assert page.count("# TYPE tts_token2wav_chunks_queued gauge\n") == 1
     assert 'tts_token2wav_chunks_total{model="m",model_instance="m_1"} 7\n' in page
@@ -246,32 +242,27 @@ def test_a_writer_that_ends_in_the_middle_leaves_what_it_wrote_before(tmp_path, 
     assert read(path) == (3, [["of the next process"]])
 
 
-def test_models_read_what_the_server_wrote_in_variables_whose_names_are_a_contract() -> None:
-    for environment in (FULL, ModelEnvironment()):
-        assert ModelEnvironment.read(environment.variables()) == environment
-    assert FULL.variables() == {
-        "TTS_METRICS_DIR": "/m",
-        "TTS_DRAIN_FILE": "/d",
-        "TTS_GRPC_ADDRESS": "10.0.0.1:9001",
-        "TTS_TEST_FAULTS": "/",
-    }
-    without = dict.fromkeys(("TTS_METRICS_DIR", "TTS_DRAIN_FILE", "TTS_GRPC_ADDRESS"), "")
-    assert ModelEnvironment.read({}) == ModelEnvironment.read(without) == ModelEnvironment()
-    assert ModelEnvironment().metrics_directory is None and ModelEnvironment().grpc_address == "127.0.0.1:8001"
+def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, directory, address in (("", None, "127.0.0.1:8001"), ("10.0.0.1:9", Path("10.0.0.1:9"), "10.0.0.1:9")):
+        monkeypatch.setenv("TTS_METRICS_DIR", value)
+        monkeypatch.setenv("TTS_GRPC_ADDRESS", value)
+        assert path_of(METRICS_DIRECTORY) == directory and grpc_address() == address
 
 
 def test_tritonserver_gets_this_interpreter_the_libraries_and_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     monkeypatch.setenv("LD_PRELOAD", "/my/malloc.so")
-    environment = tritonserver_environment(FULL, [Path("/lib/a"), Path("/lib/b")], Path("/tmp/ours.so"))
+    environment = tritonserver_environment(
+        {METRICS_DIRECTORY: "/m"}, [Path("/lib/a"), Path("/lib/b")], Path("/tmp/ours.so")
+    )
     assert environment["LD_PRELOAD"] == "/my/malloc.so /tmp/ours.so"
     assert environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == environment["LRU_CACHE_CAPACITY"] == "256"
     assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert environment["LD_LIBRARY_PATH"] == "/lib/a:/lib/b:/mine"
     assert environment["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
     assert environment["OMP_WAIT_POLICY"] == "ACTIVE"  # the caller's choice wins
-    assert environment.items() >= FULL.variables().items()
+    assert environment["TTS_METRICS_DIR"] == "/m"
 
 
 def test_a_fault_happens_once_for_each_file_of_its_name_and_others_are_refused(tmp_path, monkeypatch) -> None:
@@ -285,8 +276,9 @@ def test_a_fault_happens_once_for_each_file_of_its_name_and_others_are_refused(t
         faults.take("nan_mel")
     monkeypatch.setattr(Path, "iterdir", lambda directory: iter([directory / "nan_mel"]))
     assert not faults.take("nan_mel"), "another process that has seen the file was faster"
+    monkeypatch.setenv(TEST_FAULTS, "/nowhere")
     with pytest.raises(ValueError, match="TTS_TEST_FAULTS=/nowhere is not a directory"):
-        ModelEnvironment.read({"TTS_TEST_FAULTS": "/nowhere"})
+        faults.take("nan_mel")
 
 
 def test_without_a_collector_nothing_is_imported() -> None:

@@ -1,7 +1,6 @@
 """Templates and rendered stacks, parsed like Triton parses them; fill_template, its error messages, and what it makes
 of the templates by the documents' own commands."""
 
-import ast
 import dataclasses
 import re
 import shutil
@@ -35,16 +34,6 @@ from tests.support.server_requests import read_settings as read
 CONFIGS = sorted(TEMPLATES.glob("model_repo*/*/config.pbtxt"))
 PROMPT_MODELS = ("audio_tokenizer", "speaker_embedding")
 STACKS = [(stack, transport) for stack in stacks.names() for transport in ("triton", "openai")]
-
-# Declared because TensorRT-LLM's clients may send them, but not read by our model.
-UNREAD = {
-    "tensorrt_llm": {
-        *("encoder_input_features", "encoder_output_lengths", "stop_words_list", "bad_words_list", "embedding_bias"),
-        *("beam_width", "len_penalty", "presence_penalty", "frequency_penalty", "pad_id"),
-        *("return_log_probs", "return_context_logits", "return_generation_logits"),
-        *("cum_log_probs", "output_log_probs", "context_logits", "generation_logits"),
-    }
-}
 
 
 def options(tmp_path: Path, **changes) -> StackOptions:
@@ -99,25 +88,6 @@ def test_a_template_takes_every_setting_of_its_model_with_its_default_and_declar
     for key, field in settings.parameters().items():
         if field.name in defaults(name):
             assert of_stack.get(key, rendering.format_setting(field.default)) == defaults(name)[field.name], key
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.parent.name)
-def test_the_source_of_a_model_names_all_tensors_that_its_template_declares(path, tmp_path):
-    name = path.parent.name
-    stack = next(stack for stack in stacks.BUILT_IN if path.parents[1].name == stack.templates)
-    message = configs_of(tmp_path, stack=stack.name)[name]
-    declared = {tensor.name for tensor in (*message.input, *message.output)} - UNREAD.get(name, set())
-    assert declared <= strings_of(name, path.parent / "1" / "model.py")
-
-
-def strings_of(name: str, model: Path) -> set[str]:
-    """The string constants of a model.py, of `triton_io`, and of the room that reads the model's tensors."""
-    common = TEMPLATES.parent
-    rooms = {"tensorrt_llm": "llm", "audio_tokenizer": "voice", "speaker_embedding": "voice"}
-    rooms |= dict.fromkeys(stacks.orchestrators(), "orchestrator")
-    sources = [model, *(common / "voice").glob("*.py"), *(common / rooms.get(name, "token2wav")).rglob("*.py")]
-    nodes = [node for source in sources for node in ast.walk(ast.parse(source.read_text()))]
-    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 @pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)

@@ -133,13 +133,6 @@ def test_calls_between_models_do_not_wait_for_each_other(tmp_path):
 
 
 @pytest.mark.server
-def test_a_model_that_does_not_load_is_reported_with_its_own_error(repository):
-    (repository / "idle" / "1" / "model.py").write_text("raise ValueError('flow.pt is missing')")
-    with pytest.raises(ServerError, match="flow.pt is missing"), TritonServer(repository, ports=FREE):
-        pass
-
-
-@pytest.mark.server
 @pytest.mark.parametrize("aborts", [1, STARTS])
 def test_a_server_that_aborts_while_loading_is_started_again(aborts, repository, tmp_path, monkeypatch):
     """The real one, which a script aborts during its first starts."""

@@ -150,12 +150,11 @@ def say(socket: ClientConnection, *pieces: str) -> list[Any]:
 
 @dataclass
 class StubbedService:
-    """A service, and the stub that it uses with its address."""
+    """A service, and the stub that it uses."""
 
     url: str
     stub: TritonStub
     voices: Path
-    triton: str
 
     def post(self, body: Any = None, path: str = SPEECH, **how: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60, **how)
@@ -184,4 +183,4 @@ def service_with_stub(voices: Path, stub: TritonStub | None = None, **settings: 
     """A service that uses a stub."""
     stub = stub or TritonStub()
     with stub_triton(stub) as address, serving(Settings(urls=(address,), voices_dir=voices, **settings)) as url:
-        yield StubbedService(url, stub, voices, address)
+        yield StubbedService(url, stub, voices)

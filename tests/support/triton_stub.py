@@ -62,6 +62,8 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
     live: int = 0
     served: int = 0
     cancelled: int = 0
+    address: str = ""  # once it has started
+    headers: dict[str, str] = field(default_factory=dict)  # of the last stream
     requests: deque[Any] = field(default_factory=lambda: deque(maxlen=REQUESTS_KEPT))
 
     async def ServerLive(self, request: Any, context: Any) -> Any:  # noqa: N802 - the protocol's names
@@ -82,6 +84,7 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
         return self._response(np.concatenate(parts) if parts else np.zeros(0, np.float32), request).infer_response
 
     async def ModelStreamInfer(self, iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        self.headers = dict(context.invocation_metadata())
         async for request in iterator:
             self.asked += 1
             full = self.live >= self.places and OVERLOADED
@@ -154,7 +157,8 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, server)
         bound = server.add_insecure_port(f"{host}:{port}")
         await server.start()
-        return server, f"{host}:{bound}"
+        self.address = f"{host}:{bound}"
+        return server, self.address
 
 
 def _first_word(request: Any) -> str:

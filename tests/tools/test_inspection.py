@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 from cosyvoice_triton import stacks
-from cosyvoice_triton.offline.inspection import Inspection
+from cosyvoice_triton.offline.inspection import inspected
 from cosyvoice_triton.server.options import StackOptions
 
 
-def inspected(models: Path, stack: str) -> tuple[list[str], list[str]]:
-    lines = list(Inspection(StackOptions(models_dir=models, stack=stack, device="cpu")).lines())
+def found_in(models: Path, stack: str) -> tuple[list[str], list[str]]:
+    lines = list(inspected(StackOptions(models_dir=models, stack=stack, device="cpu")))
     return [text for passed, text in lines if passed], [text for passed, text in lines if not passed]
 
 
 @pytest.mark.parametrize("stack", stacks.names())
 def test_a_good_checkpoint_speaks_and_its_tokens_are_onnxruntime_s(stack: str, demo_models: Path) -> None:
-    good, bad = inspected(demo_models, stack)
+    good, bad = found_in(demo_models, stack)
     assert not bad
     for part in ("a second of speech at -", "0.0% of them not as onnxruntime", " tensors, "):
         assert any(part in line for line in good), part
@@ -31,10 +31,10 @@ def test_each_damaged_file_is_named_and_the_others_are_examined(demo_models: Pat
     name = next(iter(state))
     torch.save(state | {name: torch.full_like(state[name], torch.nan)}, folder / "hift.pt")
     shutil.copy(StackOptions(models_dir=demo_models, stack="dit").checkpoint_dir / "flow.pt", folder / "flow.pt")
-    good, bad = inspected(tmp_path / "models", "unet")
+    good, bad = found_in(tmp_path / "models", "unet")
     assert any("is the flow of the stack dit" in line for line in bad)
     assert any("hift.pt has values that are not finite" in line for line in bad)
     assert any(line.startswith("LLM: ") for line in good)
     (folder / "campplus.onnx").unlink()
-    good, (line,) = inspected(tmp_path / "models", "unet")
+    good, (line,) = found_in(tmp_path / "models", "unet")
     assert not good and "campplus.onnx is missing; for the official files run" in line

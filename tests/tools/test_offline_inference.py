@@ -6,8 +6,8 @@ import json
 import pytest
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli import offline_inference, streaming_inference, token2wav
+from cosyvoice_triton.cli.offline_inference import GIVE_UP_BATCHES, JOURNAL, LOG, OutputFolder
 from cosyvoice_triton.constants import SAMPLE_RATE, SPEECH_VOCAB, TOKEN_RATE
-from cosyvoice_triton.offline.inference import GIVE_UP_BATCHES, JOURNAL, LOG, OutputFolder
 from cosyvoice_triton.voice.audio import load_audio
 
 from tests.support.http_servers import TOKENS, llm_server, reply

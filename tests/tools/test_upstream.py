@@ -2,8 +2,9 @@
 options say of the LLM, its output folder, and which samples a second run keeps."""
 
 import asyncio
+import threading
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,12 +16,13 @@ from cosyvoice_triton.cli import (
     test_llm,
     token2wav,
 )
+from cosyvoice_triton.cli.offline_inference import JOURNAL, SILENT_SECONDS, OutputFolder, identity, llm_configs
 from cosyvoice_triton.cli.upstream import WITHOUT_MEANING
 from cosyvoice_triton.config import TensorrtLLMConfig
 from cosyvoice_triton.constants import SAMPLE_RATE
-from cosyvoice_triton.load.samples import Sample, SampleError
-from cosyvoice_triton.offline.inference import JOURNAL, SILENT_SECONDS, OutputFolder, identity, llm_configs, llm_engine
-from cosyvoice_triton.offline.shared import SampleStage, Stages
+from cosyvoice_triton.load.samples import Sample
+from cosyvoice_triton.offline import shared
+from cosyvoice_triton.offline.shared import SampleRun
 from cosyvoice_triton.voice.audio import save_audio
 from cosyvoice_triton.voice.prompt import Recording
 
@@ -134,7 +136,7 @@ def test_a_sample_without_audio_or_with_an_incomplete_line_is_not_finished(tmp_p
 
 def test_an_unwritable_folder_is_reported_in_one_line(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(SampleError, match="cannot write to .*; choose another folder"):
+    with pytest.raises(ValueError, match="cannot write to .*; choose another folder"):
         OutputFolder(tmp_path / "file", SETTINGS)
 
 
@@ -147,34 +149,58 @@ def test_a_replaced_checkpoint_has_another_identity(tmp_path):
 
 
 def test_the_time_of_each_stage_is_that_in_which_a_sample_is_in_it():
-    clock = iter([0.0, 1.0, 3.0, 4.0, 7.0, 10.0, 10.0])
-    stages = Stages(("llm", "token2wav", "idle"), lambda: next(clock))
-    other = SampleStage(stages)
-    with stages.time("llm"):  # 1 to 7
-        other.enter("llm")
-        with pytest.raises(ValueError), stages.time("token2wav"):  # 3 to 4
-            other.close()
-            raise ValueError("the time of a failed stage counts")
-    assert other.name == "llm"
-    seconds = {"llm": 6.0, "token2wav": 1.0, "idle": 0.0, "pipeline": 10.0}
+    clock = iter([0.0, 1.0, 3.0, 4.0, 5.0, 7.0, 10.0, 10.0, 20.0])
+    made = SampleRun(("llm", "token2wav", "idle"), lambda: next(clock))
+    with made.sample(SAMPLE) as enter, made.sample(SAMPLE) as other:
+        enter("llm")  # 1 to 5, with the other one to 7
+        other("llm")
+        enter("llm")
+        enter("token2wav")  # 5 to 10
+        other("")
+        raise ValueError("the time of a\nfailed stage counts")
+    assert made.failures == [{"id": "a", "stage": "", "error": "the time of a failed stage counts"}]
+    made.audio_seconds = 20.0
+    seconds = {"llm": 6.0, "token2wav": 5.0, "idle": 0.0, "pipeline": 20.0}
     expected = {f"{stage}_time_seconds": of for stage, of in seconds.items()}
     expected |= {f"{stage}_rtf": of / 20 for stage, of in seconds.items()}
-    assert stages.figures(audio_seconds=20.0) == expected
-    assert stages.figures(0.0)["llm_rtf"] is None
+    assert made.figures() == expected
+    made.audio_seconds = 0.0
+    assert made.figures(10.0)["llm_rtf"] is None
+
+
+async def test_a_batch_is_rendered_for_the_others_if_the_one_whose_turn_it_is_is_cancelled(monkeypatch):
+    begun, released = threading.Event(), threading.Event()
+
+    def whole_batch(batch):
+        begun.set()
+        released.wait(60)
+        return [np.ones(len(tokens)) for _, tokens in batch]
+
+    engine = SimpleNamespace(warm_up=dict, whole_batch=whole_batch)
+    monkeypatch.setattr(shared.Token2Wav, "from_config", lambda *of: engine)
+    whole = shared.WholeToken2Wav(None, None, batch_size=2)
+    first, second = (asyncio.create_task(whole.offline(None, [0] * length)) for length in (1, 2))
+    await asyncio.to_thread(begun.wait, 60)
+    first.cancel()
+    released.set()
+    assert (await second).size == 2 and first.cancelled()
+    whole.close()
 
 
 @pytest.mark.parametrize(
-    "backend, device, engine, directory",
+    "backend, device, engine, given, own",
     [
-        ("hf", "cpu", "onnxruntime_genai", "given"),
-        ("hf", "cuda", "cuda", "llm"),
-        ("vllm", "cuda", "vllm", "given"),
-        ("trtllm", "cuda", "tensorrt_llm", "given"),
+        ("hf", "cpu", "onnxruntime_genai", "given", "llm_genai"),
+        ("hf", "cuda", "cuda", "llm", "llm"),
+        ("vllm", "cuda", "vllm", "given", "llm"),
+        ("trtllm", "cuda", "tensorrt_llm", "given", "llm"),
     ],
 )
-def test_each_backend_has_an_engine_and_its_directory(backend, device, engine, directory):
-    assert llm_engine(backend, Path("llm"), Path("given"), device) == (engine, Path(directory))
-    assert llm_engine("hf", Path("llm"), None, "cpu")[1] == Path("llm_genai")
+def test_each_backend_has_an_engine_and_its_directory(backend, device, engine, given, own):
+    options = ["--output-dir", "o", "--backend", backend, "--device", device, "--llm-model-name-or-path", "llm"]
+    for more, directory in ((["--engine-dir", "given"], given), ([], own)):
+        _, llm = llm_configs(offline_inference.parse_args([*options, *more]))
+        assert llm is not None and (llm.engine, llm.engine_dir) == (engine, directory)
 
 
 @pytest.mark.parametrize("path", ["", "/v1", "/v1/chat/completions"])

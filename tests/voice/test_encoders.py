@@ -123,7 +123,8 @@ def test_a_plan_encodes_recordings_as_the_onnx_file_does(model_dir, encoder, tmp
     fake_tensorrt.install(monkeypatch)
     monkeypatch.setattr(tensorrt, "machine", lambda device: "here")
     (tmp_path / "campplus.onnx").write_bytes((model_dir / "campplus.onnx").read_bytes())
-    tensorrt.Plan.of(speaker(), tmp_path, "here").write(fake_tensorrt.plan(tmp_path / "campplus.onnx", speaker()))
+    plan = tensorrt.plan_file(speaker(), tmp_path, "here")
+    tensorrt.write_plan(plan, fake_tensorrt.plan(tmp_path / "campplus.onnx", speaker()))
     for found, wanted in zip(SpeakerEncoder(tmp_path, "tensorrt")(references()), encoder(references()), strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-5)
 

@@ -20,9 +20,8 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,55 +39,41 @@ REQUESTS_PER_TASK = 4  # with fewer, start-up and tail dominate the run
 MIN_REQUESTS = 40  # with fewer, the 95th percentile is the second worst value
 
 
-@dataclass
-class Sweep:
-    """Results and conditions of a sweep. rows: the figures of each run, with the swept number as `label`."""
+def row_of(load: Load, run: Run, gpus: int) -> dict[str, Any]:
+    """Return the figures of a run, with the swept number as `label`."""
+    row = {"label": load.tasks if load.rate is None else load.rate, **load.settings(), **run.figures()}
+    row["failures"] = sorted({outcome.error for outcome in run.failed})
+    if load.rate is None:
+        row["concurrent_task_per_instance"] = load.tasks // len(load.servers)
+        row["concurrent_tasks_per_gpu"] = load.tasks / gpus
+    return row
 
-    title: str
-    command: str
-    made: str
-    client_machine: str
-    label: str
-    token2wav_gpus: int = 1
-    llm_gpus: int = 0
-    rows: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, load: Load, run: Run) -> None:
-        row = {"label": load.tasks if load.rate is None else load.rate, **load.settings(), **run.figures()}
-        row["failures"] = sorted({outcome.error for outcome in run.failed})
-        if load.rate is None:
-            row["concurrent_task_per_instance"] = load.tasks // len(load.servers)
-            row["concurrent_tasks_per_gpu"] = load.tasks / (self.token2wav_gpus + self.llm_gpus)
-        self.rows.append(row)
+def write(output: Path, about: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> None:
+    """Write OUTPUT.md, .json and .png."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    content = json.dumps({**about, "rows": rows}, indent=1, ensure_ascii=False)
+    with_suffix(output, ".json").write_text(content, encoding="utf-8")
+    with_suffix(output, ".md").write_text(markdown(about, rows), encoding="utf-8")
+    plot_sweep(rows, about["label"].lower(), about["title"], with_suffix(output, ".png"))
 
-    def write(self, output: Path) -> None:
-        """Write OUTPUT.md, .json and .png."""
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with_suffix(output, ".json").write_text(
-            json.dumps(asdict(self), indent=1, ensure_ascii=False), encoding="utf-8"
-        )
-        with_suffix(output, ".md").write_text(self.markdown(), encoding="utf-8")
-        plot_sweep(self.rows, self.label.lower(), self.title, with_suffix(output, ".png"))
 
-    def markdown(self) -> str:
-        settings = self.rows[0]
-        head = [
-            f"{self.title or 'Benchmark'}: {settings['model']}, {settings['mode']}, {len(settings['servers'])} "
-            f"server(s). Made {self.made}, the client on {self.client_machine}.",
-            f"\n`{self.command}`\n",
-            f"The warm-up ({settings['warmup_requests']} requests for the first row) is not counted. A gap is an "
-            f"underrun of a player that starts {settings['player_buffer_ms']:.0f} ms after the first chunk.\n",
-        ]
-        parts = [*head, markdown_tables(self.rows, self.label)]
-        if "concurrent_tasks_per_gpu" in settings and (self.llm_gpus or len(settings["servers"]) > 1):
-            parts += [
-                "#### Disaggregated Server, First Chunk Latency\n",
-                disaggregated_table(self.rows, self.token2wav_gpus),
-            ]
-        failures = sorted({error for row in self.rows for error in row["failures"]})
-        if failures:
-            parts += ["\nErrors:\n", *(f"- {error}" for error in failures)]
-        return "\n".join(parts).rstrip() + "\n"
+def markdown(about: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    settings = rows[0]
+    head = [
+        f"{about['title'] or 'Benchmark'}: {settings['model']}, {settings['mode']}, {len(settings['servers'])} "
+        f"server(s). Made {about['made']}, the client on {about['client_machine']}.",
+        f"\n`{about['command']}`\n",
+        f"The warm-up ({settings['warmup_requests']} requests for the first row) is not counted. A gap is an "
+        f"underrun of a player that starts {settings['player_buffer_ms']:.0f} ms after the first chunk.\n",
+    ]
+    parts = [*head, markdown_tables(rows, about["label"])]
+    if "concurrent_tasks_per_gpu" in settings and (about["llm_gpus"] or len(settings["servers"]) > 1):
+        table = disaggregated_table(rows, about["token2wav_gpus"])
+        parts += ["#### Disaggregated Server, First Chunk Latency\n", table]
+    if failures := sorted({error for row in rows for error in row["failures"]}):
+        parts += ["\nErrors:\n", *(f"- {error}" for error in failures)]
+    return "\n".join(parts).rstrip() + "\n"
 
 
 def with_suffix(output: Path, suffix: str) -> Path:
@@ -99,62 +84,50 @@ def with_suffix(output: Path, suffix: str) -> Path:
 @reporting_errors("interrupted before there was anything to report")
 def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    return sweep(parse_args(argv), sys.argv[1:] if argv is None else argv)
-
-
-def sweep(args: argparse.Namespace, command: list[str]) -> int:
-    """Measure until a step is aborted; return 0 if every request of every step was answered."""
+    args = parse_args(argv)
     with ExitStack() as stack:
-        folders = [server for server in args.servers if Path(server).is_dir()]
-        return _sweep(args, command, {each: SpeakerDoor(stack.enter_context(_speaker(each))) for each in folders})
+        doors = {server: _speaker_door(server, stack) for server in args.servers if Path(server).is_dir()}
+        return sweep(args, sys.argv[1:] if argv is None else argv, doors)
 
 
-def _speaker(models: str) -> Any:
+def _speaker_door(models: str, stack: ExitStack) -> SpeakerDoor:
     from cosyvoice_triton.speaker.speaker import Speaker  # here, because a client does not need torch
 
-    return Speaker(models)
+    return SpeakerDoor(stack.enter_context(Speaker(models)))
 
 
-def _sweep(args: argparse.Namespace, command: list[str], doors: Mapping[str, Door]) -> int:
+def sweep(args: argparse.Namespace, command: list[str], doors: Mapping[str, Door]) -> int:
+    """Measure until a step is aborted; return 0 if every request of every step was answered."""
     if not (args.manifest_path or args.huggingface_dataset or args.target_text):
         args.manifest_path = samples.MANIFEST
     jobs = Jobs.from_arguments(args)
     servers = len(args.servers)
     steps: list[tuple[float | None, int]] = [(rate, servers) for rate in args.request_rates or ()]
     steps = steps or [(None, tasks * servers) for tasks in args.listeners or args.concurrency]
-    found = Sweep(
-        title=args.title,
-        command=shlex.join(["cosyvoice-triton", "bench", "load", *command]),
-        made=time.strftime("%Y-%m-%d %H:%M"),
-        client_machine=f"{platform.platform()}, Python {platform.python_version()}, host {host_ms():.1f} ms",
-        label="Requests per Second" if args.request_rates else "Listeners" if args.listeners else "Concurrent Tasks",
-        token2wav_gpus=args.token2wav_gpus,
-        llm_gpus=args.llm_gpus,
-    )
+    about = {
+        "title": args.title,
+        "command": shlex.join(["cosyvoice-triton", "bench", "load", *command]),
+        "made": time.strftime("%Y-%m-%d %H:%M"),
+        "client_machine": f"{platform.platform()}, Python {platform.python_version()}, host {host_ms():.1f} ms",
+        "label": "Requests per Second" if args.request_rates else "Listeners" if args.listeners else "Concurrent Tasks",
+        "token2wav_gpus": args.token2wav_gpus,
+        "llm_gpus": args.llm_gpus,
+    }
+    rows: list[dict[str, Any]] = []
     code = 0
     for rate, tasks in steps:
         count = args.num_requests or max(len(jobs), MIN_REQUESTS, REQUESTS_PER_TASK * tasks)
         if rate and args.duration:
             count = max(1, round(rate * args.duration))
-        load = Load(
-            servers=args.servers,
-            model=args.model_name,
-            mode=args.mode,
-            jobs=jobs.take(count),
-            warmup=jobs.warmup(args.warmup_requests, tasks),
-            tasks=tasks,
-            rate=rate,
-            listening=bool(args.listeners),
-            timeout=args.timeout,
-        )
+        load = jobs.load(args, count, tasks, servers=args.servers, rate=rate, listening=bool(args.listeners))
         run = measured(load, load.shape(), doors)
-        found.add(load, run)
-        found.write(args.output)  # after each step, so that an aborted sweep keeps its results
+        rows.append(row_of(load, run, args.token2wav_gpus + args.llm_gpus))
+        write(args.output, about, rows)  # after each step, so that an aborted sweep keeps its results
         code = code or (0 if run.complete else 1)
         if run.interrupted or len(run.lost) == len(args.servers):
             code = 130 if run.interrupted else 1
             break
-    print(found.markdown())
+    print(markdown(about, rows))
     print(f"written to {args.output}.md, .json and .png")
     return code
 

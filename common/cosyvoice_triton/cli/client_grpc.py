@@ -25,8 +25,8 @@ from cosyvoice_triton.cli.upstream import accept_upstream_options
 from cosyvoice_triton.client.arguments import add_request_arguments, utterance_of
 from cosyvoice_triton.client.grpc_client import synthesize
 from cosyvoice_triton.constants import GRPC_PORT
-from cosyvoice_triton.load.plan import Jobs, Load, add_job_arguments
-from cosyvoice_triton.load.report import closing_lines, plot_run, write_run
+from cosyvoice_triton.load.plan import Jobs, add_job_arguments
+from cosyvoice_triton.load.report import closing_lines, markdown_tables, plot_run, write_run
 from cosyvoice_triton.load.runner import measured
 
 LOG_DIR = Path("tmp")  # upstream's
@@ -73,21 +73,13 @@ def measure(args: argparse.Namespace, server: str) -> int:
     """Send many requests; print the results and write them to the log directory."""
     jobs, directory = Jobs.from_arguments(args), args.log_dir or LOG_DIR
     count = args.num_requests or max(len(jobs), args.num_tasks)
-    load = Load(
-        servers=[server],
-        model=args.model_name,
-        mode=args.mode,
-        jobs=jobs.take(count),
-        warmup=jobs.warmup(args.warmup_requests, args.num_tasks),
-        tasks=args.num_tasks,
-        rate=args.request_rate,
-        timeout=args.timeout,
-        audio_dir=directory,
-    )
+    load = jobs.load(args, count, args.num_tasks, servers=[server], rate=args.request_rate, audio_dir=directory)
     run = measured(load, f"{load.model} {load.mode}")
     summary = write_run(run, load.settings(), jobs.split, directory)
     title = f"{load.model} at {server}, {load.mode}, {load.shape()}"
     plot_run(summary, title, directory / "summary.png")
+    label = "Concurrent Tasks" if load.rate is None else "Requests per Second"
+    print(markdown_tables([{**summary, "label": load.rate or load.tasks}], label))
     print("\n".join(closing_lines(summary)))
     print(f"written to {directory}: audio, rtf-{jobs.split}.txt, stats_summary-{jobs.split}.txt, summary.json and .png")
     return 130 if run.interrupted else 0 if run.complete else 1

@@ -27,7 +27,6 @@ from cosyvoice_triton.client.utterance import Utterance, of_recording
 from cosyvoice_triton.demo_checkpoint import DEMO, DEMO_SETTINGS
 from cosyvoice_triton.load.samples import read_manifest
 from cosyvoice_triton.prepare import steps
-from cosyvoice_triton.prepare.missing import require_files
 from cosyvoice_triton.server.options import Device, StackOptions, parse_settings, planned
 from cosyvoice_triton.server.rendering import render
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer
@@ -87,7 +86,7 @@ def run(args: argparse.Namespace) -> SpeechResult:
     with step(1, f"demo checkpoint, a small trained voice: {args.models}" if demo else f"checkpoints: {args.models}"):
         if demo:
             steps.demo(args.models, stack)
-        require_files(options)
+        options.require_files()
     repository = Path("build", stack)
     with step(2, f"model repository of the {stack} stack: {repository}"):
         render(options, repository)

@@ -78,9 +78,9 @@ def checked(args: argparse.Namespace) -> Iterator[Line]:
         except (ValueError, ServerError) as error:
             yield False, str(error)
     if args.files:
-        from cosyvoice_triton.offline.inspection import Inspection  # imports torch
+        from cosyvoice_triton.offline.inspection import inspected  # imports torch
 
-        yield from Inspection(options).lines()
+        yield from inspected(options)
 
 
 # Each check yields what it found, and ends with the error that says what to do.

@@ -20,7 +20,6 @@ from typing import Any, get_args
 from cosyvoice_triton import stacks
 from cosyvoice_triton.arguments import command_parser, reporting_errors
 from cosyvoice_triton.config import LLMBackend, LLMEngine, LLMTransport
-from cosyvoice_triton.prepare.missing import require_files
 from cosyvoice_triton.server.options import Device, StackOptions, parse_settings, planned
 from cosyvoice_triton.server.rendering import render, templates_of
 
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def render_stack(models: Path, destination: Path, args: argparse.Namespace) -> None:
     """Render and print what was rendered. ValueError or OSError if it cannot be."""
     options, plan = planned(stack_options(models, args))
-    require_files(options)
+    options.require_files()
     render(options, destination)
     print(f"rendered the {options.stack} stack to {destination}: {', '.join(templates_of(options))}")
     if plan:

@@ -168,7 +168,7 @@ def write(chunks: Iterator[np.ndarray], path: Path) -> float:
         with path.open("wb") as opened, wave.open(opened, "wb") as file:
             file.setparams((1, 2, SAMPLE_RATE, 0, "NONE", ""))
             for chunk in itertools.chain([first], chunks):
-                file.writeframes(samples(chunk))
+                file.writeframes((np.clip(chunk, -1, 1) * 32767).astype("<i2").tobytes())
             return file.getnframes() / SAMPLE_RATE
     except OSError as error:
         raise OSError(f"cannot write to {path}: {error}; choose another with --output") from None
@@ -176,8 +176,3 @@ def write(chunks: Iterator[np.ndarray], path: Path) -> float:
 
 def _warn(warning: str) -> None:
     print(f"warning: {warning}", file=sys.stderr)
-
-
-def samples(chunk: np.ndarray) -> bytes:
-    """Return float32 (N,) in -1..1 as 16-bit samples."""
-    return (np.clip(chunk, -1, 1) * 32767).astype("<i2").tobytes()

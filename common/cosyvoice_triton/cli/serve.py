@@ -25,7 +25,7 @@ from cosyvoice_triton.prepare import steps
 from cosyvoice_triton.server import gpus, serving
 from cosyvoice_triton.server.response_cache import cache_option
 from cosyvoice_triton.server.tritonserver import CACHE_MIB, LOOPBACK, Ports, ServerError, TritonServer
-from cosyvoice_triton.speech_service.sidecar import speech_sidecar
+from cosyvoice_triton.speech_service.sidecar import speech_service
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -100,11 +100,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             cache=cache_option(args.redis, args.cache_mib),
             log_file=args.log_file,
         )
+        port = args.speech_port
         serving.serve(
             server,
             health_port=args.health_port,
             announce=say,
-            companion=None if args.speech_port is None else speech_sidecar(voices, args.host, args.speech_port),
+            speech_port=port,
+            speech=None if port is None else speech_service(server.grpc_url, voices, args.host, port),
             notice_seconds=args.notice_seconds,
             drain_seconds=args.drain_seconds,
         )

@@ -18,7 +18,7 @@ import argparse
 from collections.abc import Sequence
 
 from cosyvoice_triton.arguments import command_parser, positive_int, reporting_errors
-from cosyvoice_triton.offline.token2wav import add_token2wav_arguments, run
+from cosyvoice_triton.cli.token2wav import add_token2wav_arguments, run
 
 
 @reporting_errors()

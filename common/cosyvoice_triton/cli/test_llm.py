@@ -130,11 +130,8 @@ async def speech_lm(args: argparse.Namespace, tokenizer: LLMTokenizer) -> Speech
 
 
 async def run(args: argparse.Namespace, tokenizer: LLMTokenizer) -> None:
-    llm = await speech_lm(args, tokenizer)
-    try:
+    async with aclosing(await speech_lm(args, tokenizer)) as llm:
         await generate_and_print(args, tokenizer, llm)
-    finally:
-        await llm.aclose()
 
 
 def build_parser() -> argparse.ArgumentParser:

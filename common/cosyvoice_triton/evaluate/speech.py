@@ -44,7 +44,7 @@ class SpokenSentence:
 def read_set(name: str, data: Path, limit: int | None) -> list[Sample]:
     """Return the sentences of a set; `data` is seed-tts-eval's folder, or the manifest of one's own set.
 
-    SampleError naming what cannot be read.
+    ValueError naming what cannot be read.
     """
     return read_manifest(data / SETS[name], limit=limit)
 

@@ -20,20 +20,16 @@ from cosyvoice_triton.runtimes import tensorrt
 from cosyvoice_triton.runtimes.network import Limits
 from cosyvoice_triton.runtimes.onnx import OnnxNetwork
 from cosyvoice_triton.runtimes.signatures import Workload, workloads
-from cosyvoice_triton.runtimes.tensorrt import Plan, TensorRTNetwork, log_of
+from cosyvoice_triton.runtimes.tensorrt import TensorRTNetwork, log_of
 from cosyvoice_triton.stacks import Stack
 
 CHECKED_SIZE = 64  # maximum of each dimension that varies, because onnxruntime computes on the CPU
 WORST_ERROR = 0.05  # relative to the outputs' root mean square
 
 
-class BuildError(RuntimeError):
-    """TensorRT built no plan, or one with wrong outputs."""
-
-
 def build(onnx: Path, workload: Workload, capability: str = "") -> bytes:
-    """Build a plan for this GPU, or for a compute capability. BuildError with TensorRT's reason, ValueError if the ONNX
-    file does not fit serving."""
+    """Build a plan for this GPU, or for a compute capability. RuntimeError with TensorRT's reason, ValueError if the
+    ONNX file does not fit serving."""
     trt = tensorrt.tensorrt()
     log = log_of(trt)
     builder = trt.Builder(log)
@@ -43,7 +39,7 @@ def build(onnx: Path, workload: Workload, capability: str = "") -> bytes:
     if not parser.parse(precision.read(onnx, workload.precision)):
         log.reason()  # taken, so that it is not the reason of a later failure
         errors = "; ".join(str(parser.get_error(index)) for index in range(parser.num_errors))
-        raise BuildError(f"TensorRT cannot read {onnx}: {errors}")
+        raise RuntimeError(f"TensorRT cannot read {onnx}: {errors}")
     inputs = [network.get_input(index) for index in range(network.num_inputs)]
     limits = workload.limits({tensor.name: tuple(tensor.shape) for tensor in inputs})
     config = builder.create_builder_config()
@@ -55,15 +51,16 @@ def build(onnx: Path, workload: Workload, capability: str = "") -> bytes:
         profile.set_shape(name, *shapes)
     if config.add_optimization_profile(profile) < 0:
         least, most = ({name: shapes[end] for name, shapes in limits.items()} for end in (0, 2))
-        raise BuildError(f"TensorRT refuses the profile of {onnx.name}: {least} to {most}")
+        raise RuntimeError(f"TensorRT refuses the profile of {onnx.name}: {least} to {most}")
     engine = builder.build_serialized_network(network, config)
     if engine is None:
-        raise BuildError(f"TensorRT built no plan of {workload.onnx}: {log.reason()}")
+        raise RuntimeError(f"TensorRT built no plan of {workload.onnx}: {log.reason()}")
     return bytes(engine)
 
 
 def check(engine: bytes, onnx: Path, device: torch.device | str) -> None:
-    """Compare a plan with the float32 ONNX file on random inputs. BuildError if it differs by more than WORST_ERROR."""
+    """Compare a plan with the float32 ONNX file on random inputs. RuntimeError if it differs by more than
+    WORST_ERROR."""
     loaded = TensorRTNetwork(engine, onnx.name, device)
     generator = torch.Generator().manual_seed(0)
     inputs = {name: torch.rand(shape, generator=generator) for name, shape in _checked_shapes(loaded.limits).items()}
@@ -73,7 +70,7 @@ def check(engine: bytes, onnx: Path, device: torch.device | str) -> None:
     for name, want in OnnxNetwork(onnx).run(inputs).items():
         error = float((found[name].float().cpu() - want).square().mean() / want.square().mean().clamp(min=1e-12)) ** 0.5
         if not error <= WORST_ERROR:  # also true for NaN
-            raise BuildError(
+            raise RuntimeError(
                 f"the plan of {onnx.name} is wrong: {name} is {100 * error:.1f} % away from the ONNX file, "
                 f"{100 * WORST_ERROR:g} % is the limit; try another --precision"
             )
@@ -91,16 +88,16 @@ def _checked_shapes(limits: Limits) -> dict[str, tuple[int, ...]]:
 def build_missing(model_dir: Path, workload: Workload, device: str, capability: str) -> str:
     """Build a plan unless it exists, and compare it if the GPU is here; return what was done."""
     machine = tensorrt.target(capability) if capability else tensorrt.machine(device)
-    plan = Plan.of(workload, model_dir, machine)
-    if not plan.problem():
-        return f"exists already: {plan.path.name}"
+    plan = tensorrt.plan_file(workload, model_dir, machine)
+    if plan.is_file():
+        return f"exists already: {plan.name}"
     ahead = capability or (machine.split()[-1] if tensorrt.installed() == tensorrt.RTX else "")
     onnx = model_dir / workload.onnx
     engine = build(onnx, workload, ahead)
     if not capability:
         check(engine, onnx, device)
-    plan.write(engine)
-    return f"built {plan.path.name}, {len(engine) / 1e6:.1f} MB" + (", not compared" if capability else "")
+    tensorrt.write_plan(plan, engine)
+    return f"built {plan.name}, {len(engine) / 1e6:.1f} MB" + (", not compared" if capability else "")
 
 
 def build_all(

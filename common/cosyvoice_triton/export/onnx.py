@@ -13,10 +13,10 @@ import argparse
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,7 @@ from cosyvoice_triton.arguments import command_parser, reporting_errors
 from cosyvoice_triton.checkpoint import read_state
 from cosyvoice_triton.constants import MEL_BINS
 from cosyvoice_triton.networks.flow.checkpoint import load_dit_flow, load_unet_flow
-from cosyvoice_triton.networks.flow.dit import DiTFlow
-from cosyvoice_triton.networks.flow.unet import UNetFlow
+from cosyvoice_triton.networks.flow.config import DiTConfig
 from cosyvoice_triton.runtimes.onnx import OnnxNetwork
 from cosyvoice_triton.runtimes.signatures import NextChunk, Signature, WholeUtterance, signature_of
 from cosyvoice_triton.stacks import Stack
@@ -38,6 +37,10 @@ MAX_ROWS, MAX_FRAMES = 128, 20_000  # for the exporter; the dimensions in the fi
 Inputs = dict[str, Tensor]
 
 
+WHOLE_SIZES = ((2, 4), (2, 57), (4, 200), (16, 32))
+CHUNK_SIZES = ((2, 30, 0), (2, 4, 250), (4, 100, 37), (16, 26, 100))
+
+
 @dataclass(frozen=True)
 class Export:
     """One network: its module, a function that makes inputs of a size, and the sizes to check."""
@@ -45,29 +48,35 @@ class Export:
     signature: Signature
     module: nn.Module
     inputs: Callable[..., Inputs]
-    sizes: tuple[tuple[int, ...], ...]
+    sizes: tuple[tuple[int, ...], ...] = WHOLE_SIZES
 
 
 @reporting_errors()
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    model_dir: Path = args.model_dir
-    exports = list(exports_of(model_dir))
-    passed = [write_and_check(export, args.output_dir or model_dir) for export in exports]
+    passed = [write_and_check(export, args.output_dir or args.model_dir) for export in exports_of(args.model_dir)]
     return 0 if all(passed) else 1
 
 
-def exports_of(model_dir: Path) -> Iterator[Export]:
-    """Yield the networks of a checkpoint directory that can be exported. Raise ValueError if there is no flow.pt."""
+def exports_of(model_dir: Path) -> list[Export]:
+    """Return the networks of a checkpoint directory that can be exported: of CosyVoice2 one network, over whole
+    utterances and under the masks of streams; of Step-Audio2 over whole utterances, and over chunks with caches.
+    Raise ValueError if there is no flow.pt, or none of its networks can be exported."""
     path = model_dir / Stack.flow
     stack = stacks.of_flow(read_state(path, "meta"), path)
-    if stack not in FLOWS:
-        raise ValueError(f"{path}: no network of the {stack.name} stack can be exported")
-    load, exports = FLOWS[stack]
-    yield from exports(stack, load(path))
-
-
-WHOLE_SIZES = ((2, 4), (2, 57), (4, 200), (16, 32))
+    if stack is stacks.UNET:
+        unet = load_unet_flow(path).decoder.estimator
+        return [
+            Export(signature_of(stack, "whole"), WholeUtterance(unet).eval(), whole_inputs),
+            Export(signature_of(stack, "streaming"), WholeUtterance(unet, streaming=True).eval(), whole_inputs),
+        ]
+    if stack is stacks.DIT:
+        dit = load_dit_flow(path).decoder.estimator
+        return [
+            Export(signature_of(stack, "whole"), WholeUtterance(dit).eval(), whole_inputs),
+            Export(signature_of(stack, "chunk"), NextChunk(dit).eval(), partial(chunk_inputs, dit.config), CHUNK_SIZES),
+        ]
+    raise ValueError(f"{path}: no network of the {stack.name} stack can be exported")
 
 
 def whole_inputs(R: int, T: int) -> Inputs:
@@ -83,36 +92,15 @@ def whole_inputs(R: int, T: int) -> Inputs:
     }
 
 
-def unet_exports(stack: Stack, flow: UNetFlow) -> Iterator[Export]:
-    """Yield the exports of CosyVoice2: one network, exported twice."""
-    unet = flow.decoder.estimator
-    yield Export(signature_of(stack, "whole"), WholeUtterance(unet).eval(), whole_inputs, WHOLE_SIZES)
-    streaming = WholeUtterance(unet, streaming=True).eval()
-    yield Export(signature_of(stack, "streaming"), streaming, whole_inputs, WHOLE_SIZES)
-
-
-def dit_exports(stack: Stack, flow: DiTFlow) -> Iterator[Export]:
-    """Yield the exports of Step-Audio2: over whole utterances, and over chunks with caches."""
-    dit = flow.decoder.estimator
-    config = dit.config
-    chunk = signature_of(stack, "chunk")
-    yield Export(signature_of(stack, "whole"), WholeUtterance(dit).eval(), whole_inputs, WHOLE_SIZES)
-
-    def inputs(R: int, T: int, K: int) -> Inputs:
-        whole = whole_inputs(R, T)
-        chosen = {name: whole[name] for name in chunk.inputs if name in whole}
-        chosen["cnn_cache"] = torch.randn(config.depth, R, 2 * config.width, 2)
-        chosen["att_cache"] = torch.randn(config.depth, R, config.heads, K, 2 * config.head_dim)
-        return chosen
-
-    yield Export(chunk, NextChunk(dit).eval(), inputs, ((2, 30, 0), (2, 4, 250), (4, 100, 37), (16, 26, 100)))
-
-
-# How each stack's flow is loaded and what is exported of it.
-FLOWS: dict[Stack, tuple[Callable[[Path], Any], Callable[[Stack, Any], Iterator[Export]]]] = {
-    stacks.UNET: (load_unet_flow, unet_exports),
-    stacks.DIT: (load_dit_flow, dit_exports),
-}
+def chunk_inputs(config: DiTConfig, R: int, T: int, K: int) -> Inputs:
+    """Return rows without padding, after K frames in the caches."""
+    inputs = whole_inputs(R, T)
+    del inputs["mask"]
+    caches = {
+        "cnn_cache": torch.randn(config.depth, R, 2 * config.width, 2),
+        "att_cache": torch.randn(config.depth, R, config.heads, K, 2 * config.head_dim),
+    }
+    return inputs | caches
 
 
 def write_and_check(export: Export, directory: Path) -> bool:

@@ -6,9 +6,11 @@ compute times near zero there; see `RequestOutcome.stages` instead.
 """
 
 import math
-import time
+import timeit
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field
+from itertools import repeat
+from operator import sub
 from typing import Any, Literal
 
 import numpy as np
@@ -47,13 +49,8 @@ class ModelTimes:
     compute_infer: float = 0.0
     compute_output: float = 0.0
 
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.server, self.name
 
-    def since(self, before: "ModelTimes") -> "ModelTimes":
-        sums = {f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)[2:]}
-        return ModelTimes(self.server, self.name, **sums)
+TIMES = ("queue", "compute_input", "compute_infer", "compute_output")
 
 
 async def model_times(client: triton.InferenceServerClient, server: str) -> list[ModelTimes]:
@@ -62,29 +59,21 @@ async def model_times(client: triton.InferenceServerClient, server: str) -> list
         answer = await client.get_inference_statistics("", client_timeout=STATISTICS_SECONDS)
     except InferenceServerException:
         return []
-    return [_of(server, model) for model in answer.model_stats]
-
-
-def _of(server: str, model: Any) -> ModelTimes:
-    stats = model.inference_stats
-    return ModelTimes(
-        server,
-        model.name,
-        requests=stats.success.count,
-        failures=stats.fail.count,
-        executions=model.execution_count,
-        cache_hits=stats.cache_hit.count,
-        queue=stats.queue.ns / 1e9,
-        compute_input=stats.compute_input.ns / 1e9,
-        compute_infer=stats.compute_infer.ns / 1e9,
-        compute_output=stats.compute_output.ns / 1e9,
-    )
+    found = []
+    for model in answer.model_stats:
+        stats = model.inference_stats
+        counts = stats.success.count, stats.fail.count, model.execution_count, stats.cache_hit.count
+        found.append(ModelTimes(server, model.name, *counts, *(getattr(stats, name).ns / 1e9 for name in TIMES)))
+    return found
 
 
 def between(before: Iterable[ModelTimes], after: Iterable[ModelTimes]) -> list[ModelTimes]:
     """Return the differences of two readings, for models that had requests."""
-    known = {model.key: model for model in before}
-    added = [model.since(known.get(model.key, ModelTimes(*model.key))) for model in after]
+    known = {(model.server, model.name): astuple(model)[2:] for model in before}
+    added = []
+    for model in after:
+        server, name, *sums = astuple(model)
+        added.append(ModelTimes(server, name, *map(sub, sums, known.get((server, name), repeat(0)))))
     return [model for model in added if model.requests or model.failures]
 
 
@@ -93,15 +82,13 @@ def host_ms() -> float:
 
     First chunks depend on how fast the CPU runs Python, in which machines of one kind differ by 1.6 times.
     """
-    return 1e3 * min(_seconds() for _ in range(RUNS))
+    return 1e3 * min(timeit.repeat(_work, number=1, repeat=RUNS))
 
 
-def _seconds() -> float:
+def _work() -> None:
     counts: dict[int, int] = {}
-    begun = time.perf_counter()
     for number in range(LOOPS):
         counts[number & 1023] = counts.get(number & 1023, 0) + number
-    return time.perf_counter() - begun
 
 
 @dataclass(frozen=True)

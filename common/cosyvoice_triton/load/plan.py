@@ -113,7 +113,7 @@ class Jobs:
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> "Jobs":
-        """Read the requests that the options select; SampleError or ClientError if they cannot be read."""
+        """Read the requests that the options select; ValueError or ClientError if they cannot be read."""
         if args.manifest_path is not None:
             split, samples = args.manifest_path.stem, read_manifest(args.manifest_path, limit=args.num_requests)
         elif args.huggingface_dataset is not None:
@@ -133,9 +133,11 @@ class Jobs:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def warmup(self, asked: int | None, tasks: int) -> list[LoadJob]:
-        """Return the jobs before a measurement: as many as asked for, or enough for so many tasks."""
-        return self.take(max(tasks, min(len(self), MIN_WARMUP)) if asked is None else asked)
+    def load(self, args: argparse.Namespace, count: int, tasks: int, **how: Any) -> "Load":
+        """Return the load of so many requests, with the options that clients share. how: its other fields."""
+        first = max(tasks, min(len(self), MIN_WARMUP)) if args.warmup_requests is None else args.warmup_requests
+        asked = {"model": args.model_name, "mode": args.mode, "timeout": args.timeout}
+        return Load(jobs=self.take(count), warmup=self.take(first), tasks=tasks, **asked, **how)
 
     def take(self, count: int) -> list[LoadJob]:
         """Return `count` jobs, cycling through the rows."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.measure import PERCENTILES, TRANSPORT, ModelTimes, Run
 
 Figures = Mapping[str, Any]
@@ -17,7 +16,7 @@ Cell = Callable[[Figures], object]
 Columns = dict[str, Cell]  # by heading
 
 
-STAGES = {  # in plotting order; see `orchestrator.report.OnStage` and `measure.RequestOutcome.stages`
+STAGES = {  # in the order of the table; see `orchestrator.report.OnStage` and `measure.RequestOutcome.stages`
     "voice": "Prompt: Tokens, Mel, Text of the Voice",
     "llm": "LLM, until its First Token",
     "prompt_cache": "token2wav, Prompt Cache",
@@ -25,7 +24,6 @@ STAGES = {  # in plotting order; see `orchestrator.report.OnStage` and `measure.
     "audio": "token2wav: Queue, Flow, Vocoder",
     TRANSPORT: "Request's Queue, Network, Client",
 }
-TIMELINE_STREAMS = 64  # drawn at most
 SHARES = ("p50", "p95", "p99")
 
 
@@ -97,36 +95,10 @@ def statistics_text(models: Sequence[ModelTimes]) -> str:
 
 
 def closing_lines(figures: Figures) -> list[str]:
-    """Return the lines that are printed at the end of a run."""
+    """Return the lines that are printed at the end of a run, beside its tables."""
     answered = figures["requests"] - figures["errors"] - figures["refused"] - figures["cancelled"]
     lines = [f"{answered} requests answered, {figures['errors']} failed, {figures['unsent']} not sent"]
-    if refusal := figures["refusal_ms"]:
-        shares = f"p50 {refusal['p50']:.0f}  p95 {refusal['p95']:.0f}  max {refusal['max']:.0f} ms"
-        lines.append(
-            f"{figures['refused']} refused, because the server has as many listeners as it can serve: {shares}"
-        )
     lines += [f"lost a server: {reason}" for reason in figures["lost_servers"].values()]
-    for title, key in (
-        ("first audible", "audible_ms"),
-        ("first chunk", "first_chunk_ms"),
-        ("leading silence", "silence_ms"),
-        ("total", "total_ms"),
-    ):
-        if values := figures[key]:
-            shares = "  ".join(f"p{share} {values[f'p{share}']:.0f}" for share in PERCENTILES)
-            lines.append(f"{title:13s} mean {values['mean']:.0f}  {shares} ms")
-    if figures["rtf"] is not None:
-        lines.append(
-            f"{figures['audio_seconds']:.1f} s of audio in {figures['processing_seconds']:.2f} s: "
-            f"real-time factor {figures['rtf']:.4f}, {1 / figures['rtf']:.1f} s of audio per second"
-        )
-    if figures["mode"] == "streaming" and figures["share_without_gap"] is not None:
-        lines.append(
-            f"{100 * figures['share_without_gap']:.1f} % of the streams without a gap, worst gap "
-            f"{figures['worst_gap_ms']:.0f} ms (a player that starts {figures['player_buffer_ms']:.0f} ms after the "
-            f"first chunk), {100 * figures['unbuffered_share_without_gap']:.1f} % and "
-            f"{figures['unbuffered_worst_gap_ms']:.0f} ms for a player without a buffer"
-        )
     if figures["client_lag_p95_ms"] > 5:
         lines.append(
             f"this client was {figures['client_lag_p95_ms']:.0f} ms late (95th percentile), which the figures include: "
@@ -135,7 +107,7 @@ def closing_lines(figures: Figures) -> list[str]:
     return lines
 
 
-# --- tables of several runs ------------------------------------------------------------------------------------------
+# --- tables of one run or several -----------------------------------------------------------------------------------
 
 
 def _part(key: str, name: str) -> Cell:
@@ -152,7 +124,11 @@ def _latency(key: str) -> Columns:
 
 # After the first one, three are those of upstream's DiT page.
 TABLES: dict[str, Columns] = {
-    "First Audible Sample": {**_latency("audible_ms"), "Inaudible": itemgetter("inaudible")},
+    "First Audible Sample": {
+        **_latency("audible_ms"),
+        "Leading Silence (ms)": _part("silence_ms", "mean"),
+        "Inaudible": itemgetter("inaudible"),
+    },
     "Total Request Latency": {"RTF": lambda row: _number(row["rtf"], 4), **_latency("total_ms")},
     "First Chunk Latency": _latency("first_chunk_ms"),
     "Playback and Throughput": {
@@ -178,8 +154,10 @@ REFUSALS: Columns = {
 
 
 def markdown_tables(rows: Sequence[Figures], label: str) -> str:
-    """Return the tables of a sweep, without those that have nothing to show. label: title of the first column."""
-    stages: Columns = {STAGES[name]: partial(_stage, name) for name in stage_names(rows)}
+    """Return the tables of runs, without those that have nothing to show. label: title of the first column, whose cells
+    are each run's `label`."""
+    reported = {name for row in rows for name in row["stages_ms"]}
+    stages: Columns = {title: partial(_stage, name) for name, title in STAGES.items() if name in reported}
     waits = "Where the First Chunk's Time Goes, Mean / 95th Percentile (ms)"
     shown = list(TABLES.items())
     if any(row["refused"] for row in rows):
@@ -200,11 +178,6 @@ def disaggregated_table(rows: Sequence[Figures], gpus: int) -> str:
         **{f"{title} (ms)": _part("first_chunk_ms", name) for title, name in shares.items()},
     }
     return _table(columns, rows)
-
-
-def stage_names(rows: Sequence[Figures]) -> list[str]:
-    reported = {name for row in rows for name in row["stages_ms"]}
-    return [name for name in STAGES if name in reported]
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
@@ -253,22 +226,12 @@ def save(picture: Any, path: Path) -> None:
     pyplot.close(picture)
 
 
-# --- one run -----------------------------------------------------------------------------------------------------
-
-
 def plot_run(summary: Figures, title: str, path: Path) -> None:
-    """Draw latencies, the chunks of each stream over time, and gaps. summary: the result of `report.write_run`."""
+    """Draw the latencies of a run, each as the share of the requests that it was enough for. summary: the result of
+    `write_run`."""
+    picture, ((axes,),) = figure(1, 1, 8, 5)
+    axes.set(title=title, xlabel="ms", ylabel="share of requests", ylim=(0, 1.02), xscale="log")
     streams = [stream for stream in summary["streams"] if not stream["error"]]
-    picture, axes = figure(1, 3, 17, 5)
-    picture.suptitle(title)
-    _latencies(axes[0][0], streams)
-    _chunks(axes[0][1], streams)
-    _slack(axes[0][2], streams, summary)
-    save(picture, path)
-
-
-def _latencies(axes: Any, streams: Sequence[Figures]) -> None:
-    axes.set(title="latencies", xlabel="ms", ylabel="share of requests", ylim=(0, 1.02), xscale="log")
     arrivals = [stream["arrivals_ms"] for stream in streams]
     steps = [[after - before for before, after in zip(at, at[1:], strict=False)] for at in arrivals]
     for name, values in (
@@ -283,72 +246,30 @@ def _latencies(axes: Any, streams: Sequence[Figures]) -> None:
     if streams:
         axes.legend(loc="upper left", fontsize=8)
     axes.grid(alpha=0.3)
-
-
-def _chunks(axes: Any, streams: Sequence[Figures]) -> None:
-    shown = sorted(streams, key=lambda stream: stream["begun_s"])[:TIMELINE_STREAMS]
-    for line, stream in enumerate(shown):
-        begun = stream["begun_s"]
-        at = [begun + arrival / 1000 for arrival in stream["arrivals_ms"]]
-        axes.plot([begun, at[-1]], [line, line], color="0.8", linewidth=1, zorder=1)
-        axes.scatter(begun, line, marker="|", color="black", s=25, zorder=2)
-        sizes = [8 + 30 * samples / SAMPLE_RATE for samples in stream["samples"]]
-        color = "tab:red" if stream["worst_gap_ms"] > 0 else "tab:blue"
-        axes.scatter(at, [line] * len(at), s=sizes, color=color, alpha=0.7, linewidths=0, zorder=3)
-    more = f", the first {len(shown)} of {len(streams)}" if len(shown) < len(streams) else ""
-    axes.set(
-        title=f"chunk arrivals{more}",
-        xlabel="seconds since the run started\n| sent, ● chunk by length, red: a stream with a gap",
-        ylabel="stream",
-        ylim=(len(shown), -1),
-    )
-
-
-def _slack(axes: Any, streams: Sequence[Figures], summary: Figures) -> None:
-    gaps = sum(stream["worst_gap_ms"] > 0 for stream in streams)
-    axes.set(
-        title=f"playback: {len(streams) - gaps} of {len(streams)} streams without a gap",
-        xlabel="least audio left when a chunk arrives, ms (negative: a gap)\n"
-        f"the player starts {summary['player_buffer_ms']:.0f} ms after the first chunk",
-        ylabel="streams",
-    )
-    slack = [stream["least_slack_ms"] for stream in streams if stream["least_slack_ms"] is not None]
-    if not slack:
-        axes.text(0.5, 0.5, "every answer was a single chunk", transform=axes.transAxes, ha="center")
-        return
-    width = max((max(slack) - min(slack)) / 20, 1.0)
-    edges = width * np.arange(np.floor(min(slack) / width), np.floor(max(slack) / width) + 2)  # zero is an edge
-    _, _, bars = axes.hist(slack, bins=edges)
-    for edge, bar in zip(edges, bars, strict=False):
-        bar.set_color("tab:red" if edge < 0 else "tab:green")
-    axes.axvline(0, color="black", linewidth=1)
-
-
-# --- sweeps --------------------------------------------------------------------------------------------------------
+    save(picture, path)
 
 
 def plot_sweep(rows: Sequence[Figures], label: str, title: str, path: Path) -> None:
-    """Draw first audible, whole answer, throughput with gaps, and stages of a sweep.
+    """Draw first audible, whole answer, and throughput with gaps of a sweep.
 
     rows: `label` of a row is the swept number. label: of the x axis.
     """
-    picture, axes = figure(2, 2, 13, 9)
+    picture, (panels,) = figure(1, 3, 17, 5)
     picture.suptitle(title)
     xs = [float(row["label"]) for row in rows]
-    for panel, key, what in ((axes[0][0], "audible_ms", "first audible"), (axes[0][1], "total_ms", "whole answer")):
+    for panel, key, what in ((panels[0], "audible_ms", "first audible"), (panels[1], "total_ms", "whole answer")):
         for share in SHARES:
             points = [(x, row[key][share]) for x, row in zip(xs, rows, strict=True) if row[key]]
             panel.plot(*np.reshape(points, (-1, 2)).T, marker="o", label=share)
         panel.set(title=what, ylabel="ms")
     points = [(x, 1 / row["rtf"]) for x, row in zip(xs, rows, strict=True) if row["rtf"]]
-    axes[1][0].plot(*np.reshape(points, (-1, 2)).T, marker="o", color="tab:green", label="audio seconds per second")
+    panels[2].plot(*np.reshape(points, (-1, 2)).T, marker="o", color="tab:green", label="audio seconds per second")
     for x, row in zip(xs, rows, strict=True):
         if row["rtf"] and row["share_without_gap"] is not None:
             note = f"{100 * row['share_without_gap']:.0f} %"
-            axes[1][0].annotate(note, (x, 1 / row["rtf"]), textcoords="offset points", xytext=(4, -12), fontsize=8)
-    axes[1][0].set(title="throughput, and the share of streams without a gap", ylabel="audio seconds per second")
-    _stage_bars(axes[1][1], rows)
-    for panel in (axes[0][0], axes[0][1], axes[1][0]):
+            panels[2].annotate(note, (x, 1 / row["rtf"]), textcoords="offset points", xytext=(4, -12), fontsize=8)
+    panels[2].set(title="throughput, and the share of streams without a gap", ylabel="audio seconds per second")
+    for panel in panels:
         panel.set_xscale("log")  # sweeps usually double
         panel.set_xticks(sorted(set(xs)), [f"{x:g}" for x in sorted(set(xs))])
         panel.set_xticks([], minor=True)
@@ -357,18 +278,3 @@ def plot_sweep(rows: Sequence[Figures], label: str, title: str, path: Path) -> N
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
     save(picture, path)
-
-
-def _stage_bars(axes: Any, rows: Sequence[Figures]) -> None:
-    """Draw one bar per row, stacked from the mean share of each stage."""
-    names, left = stage_names(rows), [0.0] * len(rows)
-    for name in names:
-        shares = [row["stages_ms"][name]["mean"] if name in row["stages_ms"] else 0.0 for row in rows]
-        axes.barh([f"{row['label']}" for row in rows], shares, left=left, label=STAGES[name])
-        left = [begin + share for begin, share in zip(left, shares, strict=True)]
-    axes.set(title="first chunk by stage, mean", xlabel="ms")
-    axes.invert_yaxis()
-    if names:
-        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
-    else:
-        axes.text(0.5, 0.5, "the server reported no stages", transform=axes.transAxes, ha="center")

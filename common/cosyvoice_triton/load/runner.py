@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from typing import Any, Protocol
 
@@ -78,38 +78,6 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-class ServerWatch:
-    """Probe servers. lost: those that do not answer, and why; `on_loss` is called for each."""
-
-    def __init__(self, doors: Mapping[str, Door], on_loss: Callable[[str], None]) -> None:
-        self.lost: dict[str, str] = {}
-        self._doors = doors
-        self._on_loss = on_loss
-
-    async def run(self) -> None:
-        """Probe every server regularly, until all are lost."""
-        await asyncio.gather(*(self._watch(server) for server in self._doors))
-
-    async def check(self, server: str) -> None:
-        """Probe at once after a failure, so that a dead server does not fail all remaining requests one by one."""
-        if server not in self.lost and (reason := await self._doors[server].silence(PROBE_SECONDS)):
-            self._lose(server, reason)
-
-    async def _watch(self, server: str) -> None:
-        silent = 0
-        while server not in self.lost:
-            await asyncio.sleep(WATCH_SECONDS)
-            reason = await self._doors[server].silence(PROBE_SECONDS)
-            silent = silent + 1 if reason else 0
-            if silent == 2:
-                self._lose(server, reason)
-
-    def _lose(self, server: str, reason: str) -> None:
-        if server not in self.lost:
-            self.lost[server] = f"{server} stopped answering: {reason}"
-            self._on_loss(server)
 
 
 async def measure_lags(measured: list[float]) -> None:
@@ -200,7 +168,7 @@ class _Runner:
         self._load = load
         self._doors = doors
         self._observer = observer
-        self._watch = ServerWatch({} if load.persistent else doors, self._give_up)
+        self._lost: dict[str, str] = {}  # servers that do not answer, and how they stopped
         self._tasks: dict[asyncio.Task[object], str] = {}  # by task: its server
         self._live = 0
         self._taken = 0  # jobs of this phase
@@ -213,8 +181,9 @@ class _Runner:
         load, interrupted = self._load, False
         late: list[float] = []
         async with TaskScope() as tasks:
-            for monitor in (self._watch.run(), measure_lags(late)):
-                tasks.spawn(monitor)
+            tasks.spawn(measure_lags(late))
+            for server in () if load.persistent else self._doors:
+                tasks.spawn(self._watch(server))
             try:
                 await tasks.result(self._phases(late))
             except asyncio.CancelledError:
@@ -223,7 +192,7 @@ class _Runner:
             outcomes=self._outcomes,
             elapsed=max((outcome.ended for outcome in self._outcomes), default=0.0),
             unsent=len(load.jobs) - len(self._outcomes),
-            lost=self._watch.lost,
+            lost=self._lost,
             interrupted=interrupted,
             client_lag=float(np.percentile(late, 95)) if late else 0.0,
             models=between(self._models, await self._model_times()) if self._counts else [],
@@ -253,7 +222,7 @@ class _Runner:
     async def _work(self, jobs: Sequence[LoadJob], server: str, delay: float) -> None:
         load, last = self._load, time.perf_counter() + self._load.seconds
         await asyncio.sleep(delay)
-        while self._taken < len(jobs) and server not in self._watch.lost and (start := time.perf_counter()) < last:
+        while self._taken < len(jobs) and server not in self._lost and (start := time.perf_counter()) < last:
             self._taken += 1
             job = jobs[self._taken - 1]
             outcome = await self._request(job, job.door or server, start)
@@ -267,7 +236,7 @@ class _Runner:
         try:
             for index, (job, at) in enumerate(zip(jobs, due.tolist(), strict=True)):
                 await asyncio.sleep(at - time.perf_counter())
-                if not (servers := [server for server in self._load.servers if server not in self._watch.lost]):
+                if not (servers := [server for server in self._load.servers if server not in self._lost]):
                     break
                 server = servers[index % len(servers)]
                 if self._live >= MAX_IN_FLIGHT:
@@ -299,8 +268,28 @@ class _Runner:
             if isinstance(result, Exception):
                 raise result
 
-    def _give_up(self, server: str) -> None:
-        """Cancel the tasks that wait for a lost server."""
+    # --- servers that stop answering ------------------------------------------------------------------------------
+
+    async def _watch(self, server: str) -> None:
+        """Probe a server regularly, until it is lost."""
+        silent = 0
+        while server not in self._lost:
+            await asyncio.sleep(WATCH_SECONDS)
+            reason = await self._doors[server].silence(PROBE_SECONDS)
+            silent = silent + 1 if reason else 0
+            if silent == 2:
+                self._lose(server, reason)
+
+    async def _check(self, server: str) -> None:
+        """Probe at once after a failure, so that a dead server does not fail all remaining requests one by one."""
+        if server not in self._lost and (reason := await self._doors[server].silence(PROBE_SECONDS)):
+            self._lose(server, reason)
+
+    def _lose(self, server: str, reason: str) -> None:
+        """Give a server up, and cancel the tasks that wait for it."""
+        if server in self._lost:
+            return
+        self._lost[server] = f"{server} stopped answering: {reason}"
         for task, used in self._tasks.items():
             if used == server and task is not asyncio.current_task():
                 task.cancel()
@@ -320,9 +309,9 @@ class _Runner:
         except ClientError as problem:
             error = str(problem)
         except asyncio.CancelledError:
-            if server not in self._watch.lost:
+            if server not in self._lost:
                 raise
-            error = self._watch.lost[server]
+            error = self._lost[server]
         except Exception as bug:  # of the door's: it must not end the other requests
             error = one_line(f"{type(bug).__name__}: {bug}")
         finally:
@@ -344,7 +333,7 @@ class _Runner:
         )
         self._note(outcome)
         if outcome.failed and not load.persistent:
-            await self._watch.check(server)
+            await self._check(server)
         elif speech is not None and self._counts and load.audio_dir is not None:
             await asyncio.to_thread(speech.save, load.audio_dir / f"{job.id}.wav")
         return outcome
@@ -376,5 +365,5 @@ class _Runner:
             logger.warning("warm-up, %s: %s", outcome.id, outcome.error)
 
     async def _model_times(self) -> list[ModelTimes]:
-        servers = [server for server in self._load.servers if server not in self._watch.lost]
+        servers = [server for server in self._load.servers if server not in self._lost]
         return [model for server in servers for model in await self._doors[server].model_times()]

@@ -32,10 +32,6 @@ TOKENS = "target_audio_cosy2_tokens"
 LST_COLUMNS = ("id", "prompt_text", "prompt_audio", "target_text")
 
 
-class SampleError(ValueError):
-    """The data cannot be used. The message is one line that names the row and column, or the remedy."""
-
-
 @dataclass(frozen=True)
 class Sample:
     """One text to synthesize, and its voice.
@@ -66,12 +62,12 @@ def read_manifest(path: Path, *, limit: int | None = None) -> list[Sample]:
     """Read a manifest: JSON lines, or lines of `id|prompt_text|prompt_audio|target_text` in a `.lst` file.
 
     limit: number of rows to read.
-    SampleError names the line and the column.
+    ValueError names the line and the column.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SampleError(f"cannot read the manifest {path}: {error}; see --help for its format") from None
+        raise ValueError(f"cannot read the manifest {path}: {error}; see --help for its format") from None
     parse = _lst_row if path.suffix == ".lst" else _json_row
     numbered = [(f"{path} line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     rows = ((where, parse(where, line)) for where, line in numbered[:limit])
@@ -79,7 +75,7 @@ def read_manifest(path: Path, *, limit: int | None = None) -> list[Sample]:
 
     def recording(where: str, value: Any) -> Recording:
         if not isinstance(value, str) or not value:
-            raise SampleError(f"{where}: prompt_audio is {value!r}, not the path of a recording")
+            raise ValueError(f"{where}: prompt_audio is {value!r}, not the path of a recording")
         file = path.parent / value  # keeps an absolute path
         if file not in opened:
             opened[file] = _decoded(where, file, str(file))
@@ -91,12 +87,12 @@ def read_manifest(path: Path, *, limit: int | None = None) -> list[Sample]:
 def read_dataset(name: str, split: str, *, limit: int | None = None) -> list[Sample]:
     """Read the samples of a HuggingFace data set, or of a directory that `datasets` can load; parameters as above.
 
-    SampleError if `datasets` is not installed, the data set cannot be loaded or has other columns.
+    ValueError if `datasets` is not installed, the data set cannot be loaded or has other columns.
     """
     try:
         import datasets  # an optional dependency of hundreds of megabytes
     except ImportError as error:
-        raise SampleError(
+        raise ValueError(
             f"the data set {name} needs the package datasets ({error}): run `pip install -e '.[datasets]'`, "
             "or give a manifest with --manifest-path"
         ) from None
@@ -104,7 +100,7 @@ def read_dataset(name: str, split: str, *, limit: int | None = None) -> list[Sam
         table = datasets.load_dataset(name, split=split)
     except Exception as error:  # the library passes on the errors of its loaders and its HTTP client
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise SampleError(
+        raise ValueError(
             f"cannot load the split {split} of the data set {name} ({reason}): check both names and the network, "
             "or give a manifest with --manifest-path"
         ) from None
@@ -123,10 +119,10 @@ def _samples(
     for where, row in tqdm(rows, total=count, desc="reading samples", unit="row", leave=False, delay=1.0):
         sample = _checked(where, row, recording)
         if sample.id in samples:
-            raise SampleError(f"{where}: the id {sample.id!r} appears twice; audio files are named by it")
+            raise ValueError(f"{where}: the id {sample.id!r} appears twice; audio files are named by it")
         samples[sample.id] = sample
     if not samples:
-        raise SampleError(f"{source} has no rows")
+        raise ValueError(f"{source} has no rows")
     return list(samples.values())
 
 
@@ -135,12 +131,12 @@ def _checked(where: str, row: Mapping[str, Any], recording: Callable[[str, Any],
     needed = ["id", "target_text", *([] if speaker else ["prompt_audio", "prompt_text"])]
     if missing := [column for column in needed if row.get(column) is None]:
         present = ", ".join(sorted(column for column, value in row.items() if value is not None))
-        raise SampleError(f"{where} has no {' and no '.join(missing)}; it has {present or 'nothing'}")
+        raise ValueError(f"{where} has no {' and no '.join(missing)}; it has {present or 'nothing'}")
     name, target_text = str(row["id"]), _text(where, row, "target_text")
     if not name.strip() or {"/", "\\", "\0"} & set(name) or name in (".", ".."):
-        raise SampleError(f"{where}: id is {name!r}; it must be a file name")
+        raise ValueError(f"{where}: id is {name!r}; it must be a file name")
     if not target_text.strip():
-        raise SampleError(f"{where}: target_text is {target_text!r}, it has no words")
+        raise ValueError(f"{where}: target_text is {target_text!r}, it has no words")
     return Sample(
         id=name,
         target_text=target_text,
@@ -153,7 +149,7 @@ def _checked(where: str, row: Mapping[str, Any], recording: Callable[[str, Any],
 
 def _text(where: str, row: Mapping[str, Any], column: str) -> str:
     if not isinstance(row[column], str):
-        raise SampleError(f"{where}: {column} is {row[column]!r}, not a text")
+        raise ValueError(f"{where}: {column} is {row[column]!r}, not a text")
     return str(row[column])
 
 
@@ -166,17 +162,17 @@ def _tokens(where: str, row: Mapping[str, Any]) -> np.ndarray | None:
     except ValueError:  # lists of unequal length
         tokens = np.empty((0, 0))
     if tokens.ndim != 1 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
-        raise SampleError(f"{where}: {TOKENS} is not a list of integers")
+        raise ValueError(f"{where}: {TOKENS} is not a list of integers")
     if tokens.min() < 0 or tokens.max() >= SPEECH_VOCAB:
         bad = tokens[(tokens < 0) | (tokens >= SPEECH_VOCAB)][0]
-        raise SampleError(f"{where}: {TOKENS} holds {bad}; speech tokens are 0 to {SPEECH_VOCAB - 1}")
+        raise ValueError(f"{where}: {TOKENS} holds {bad}; speech tokens are 0 to {SPEECH_VOCAB - 1}")
     return tokens.astype(np.int64)
 
 
 def _embedded_recording(where: str, value: Any) -> Recording:
     """Decodes a cell of an audio column: {"bytes": ..., "path": ...}."""
     if not isinstance(value, Mapping) or not (value.get("bytes") or value.get("path")):
-        raise SampleError(f"{where}: prompt_audio is {type(value).__name__}, not a column of type Audio")
+        raise ValueError(f"{where}: prompt_audio is {type(value).__name__}, not a column of type Audio")
     source = io.BytesIO(value["bytes"]) if value.get("bytes") else Path(value["path"])
     return _decoded(where, source, str(value.get("path") or "embedded audio"))
 
@@ -186,22 +182,22 @@ def _decoded(where: str, source: Path | BinaryIO, shown: str) -> Recording:
         return load_recording(source)
     except (OSError, RuntimeError, ValueError) as error:  # soundfile's own errors are RuntimeErrors
         reason = " ".join(str(error).split())
-        raise SampleError(f"{where}: cannot read prompt_audio {shown}: {reason}") from None
+        raise ValueError(f"{where}: cannot read prompt_audio {shown}: {reason}") from None
 
 
 def _json_row(where: str, line: str) -> Mapping[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise SampleError(f"{where} is not JSON ({error}): a manifest has one JSON object per line") from None
+        raise ValueError(f"{where} is not JSON ({error}): a manifest has one JSON object per line") from None
     if not isinstance(row, dict):
-        raise SampleError(f"{where} is {json_kind(row)}: a manifest has one JSON object per line")
+        raise ValueError(f"{where} is {json_kind(row)}: a manifest has one JSON object per line")
     return row
 
 
 def _lst_row(where: str, line: str) -> Mapping[str, Any]:
     cells = line.strip().split("|")
     if len(cells) != len(LST_COLUMNS):
-        raise SampleError(f"{where} has {len(cells)} cells; expected {'|'.join(LST_COLUMNS)}")
+        raise ValueError(f"{where} has {len(cells)} cells; expected {'|'.join(LST_COLUMNS)}")
     row = dict(zip(LST_COLUMNS, cells, strict=True))
     return {**row, "id": Path(row["id"]).stem}  # seed-tts writes some ids with their suffix

@@ -1,4 +1,4 @@
-"""The environment variables that the starter of tritonserver sets for the models, read and written only here.
+"""The environment variables that the starter of tritonserver sets for the models, named and read only here.
 
 TTS_METRICS_DIR     directory in which each model instance writes its metrics; unset: none are written
 TTS_DRAIN_FILE      once this file exists, orchestrators refuse new requests; unset: never
@@ -10,7 +10,6 @@ TTS_LOG_LEVEL       of the models' logs, such as DEBUG; set by the user, if at a
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from cosyvoice_triton.constants import GRPC_PORT
@@ -20,42 +19,26 @@ DRAIN_FILE = "TTS_DRAIN_FILE"
 GRPC_ADDRESS = "TTS_GRPC_ADDRESS"
 TEST_FAULTS = "TTS_TEST_FAULTS"
 LOG_LEVEL = "TTS_LOG_LEVEL"
-_PATHS = {"metrics_directory": METRICS_DIRECTORY, "drain_file": DRAIN_FILE, "faults": TEST_FAULTS}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelEnvironment:
-    """What the processes of the models learn from their environment."""
+def path_of(name: str) -> Path | None:
+    """Return the path that a variable of this process has; None if it is unset or empty."""
+    return Path(value) if (value := os.environ.get(name)) else None
 
-    metrics_directory: Path | None = None
-    drain_file: Path | None = None
-    grpc_address: str = f"127.0.0.1:{GRPC_PORT}"
-    faults: Path | None = None
-    log_level: str = "WARNING"
 
-    @classmethod
-    def read(cls, variables: Mapping[str, str] = os.environ) -> "ModelEnvironment":
-        """Read the environment of this process. An empty variable counts as unset. ValueError for faults from a
-        directory that does not exist."""
-        paths = {field: Path(variables[name]) for field, name in _PATHS.items() if variables.get(name)}
-        if "faults" in paths and not paths["faults"].is_dir():
-            raise ValueError(f"{TEST_FAULTS}={paths['faults']} is not a directory")
-        return cls(
-            **paths,
-            grpc_address=variables.get(GRPC_ADDRESS) or cls.grpc_address,
-            log_level=variables.get(LOG_LEVEL) or cls.log_level,
-        )
+def grpc_address() -> str:
+    return os.environ.get(GRPC_ADDRESS) or f"127.0.0.1:{GRPC_PORT}"
 
-    def variables(self) -> dict[str, str]:
-        """Return the variables that `read` turns back into these values; the level of the log is the user's own."""
-        paths = {name: getattr(self, field) for field, name in _PATHS.items()}
-        return {name: str(path) for name, path in paths.items() if path} | {GRPC_ADDRESS: self.grpc_address}
+
+def log_level() -> str:
+    return os.environ.get(LOG_LEVEL) or "WARNING"
 
 
 def tritonserver_environment(
-    models: ModelEnvironment, libraries: Sequence[Path], preload: Path | None = None
+    models: Mapping[str, str], libraries: Sequence[Path], preload: Path | None = None
 ) -> dict[str, str]:
-    """Return the environment to start tritonserver in: this process's own, these variables and what the stubs need.
+    """Return the environment to start tritonserver in: this process's own, the models' variables and what the
+    stubs need.
 
     libraries: directories for the loader. preload: a library that it loads before the program's. The stubs run Python
     isolated: they ignore PYTHONPATH but use the first python3 on PATH, which has to be this interpreter for them to
@@ -77,4 +60,4 @@ def tritonserver_environment(
     environment.setdefault("LRU_CACHE_CAPACITY", "256")
     # Voices of 1 to 30 s come and go: torch's usual segments leave a GPU's memory in pieces too small for the next.
     environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    return environment | models.variables()
+    return environment | dict(models)

@@ -4,10 +4,9 @@ set, there are none.
 A file of a fault's name in that directory makes the next possible place fail, once.
 """
 
-import os
 from typing import Literal, get_args
 
-from cosyvoice_triton.monitoring.environment import TEST_FAULTS, ModelEnvironment
+from cosyvoice_triton.monitoring.environment import TEST_FAULTS, path_of
 
 Fault = Literal[
     "gpu_error",  # token2wav: a CUDA error after which nothing works
@@ -23,12 +22,11 @@ GPU_ERROR = "CUDA error: an illegal memory access was encountered"
 
 
 def take(fault: Fault) -> bool:
-    """Return whether this fault is to happen now. ValueError if the directory contains a name that is none."""
-    if TEST_FAULTS not in os.environ:  # asked at each step of the LLM
+    """Return whether this fault is to happen now. ValueError if there is no such directory, or a name in it is none."""
+    if (directory := path_of(TEST_FAULTS)) is None:  # asked at each step of the LLM
         return False
-    directory = ModelEnvironment.read().faults
-    if directory is None:
-        return False
+    if not directory.is_dir():
+        raise ValueError(f"{TEST_FAULTS}={directory} is not a directory")
     wanted = {path.name: path for path in directory.iterdir()}
     if unknown := sorted(wanted.keys() - set(get_args(Fault))):
         raise ValueError(f"no fault {unknown[0]!r}; there are {', '.join(get_args(Fault))}")

@@ -22,13 +22,14 @@ from pathlib import Path
 
 from cosyvoice_triton.errors import UnavailableError, is_fatal
 from cosyvoice_triton.monitoring import tracing
-from cosyvoice_triton.monitoring.environment import ModelEnvironment
-from cosyvoice_triton.monitoring.metrics import Metric, MetricsPublisher, Values
+from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY, path_of
+from cosyvoice_triton.monitoring.metrics import ENDING, Metric, MetricsFile, Samples, Values, samples_of
 
 logger = logging.getLogger(__name__)
 
 TEST_SECONDS = 10.0  # an idle model passes two tests before it counts as not ready (server/watch.py)
 POLL_SECONDS = 1.0
+PERIOD_SECONDS = 0.25  # so at least once between two checks of the server or of a drain, which are 0.5 s apart
 RETURN_SECONDS = 30.0  # between two times that freed memory is given back
 FAILED = ".failed"  # ending of the file that names the reason
 NOTICE_BYTES = 1024  # of a reason, at most
@@ -113,27 +114,50 @@ class ModelMonitor:
     def __init__(
         self, args: Mapping[str, str], *, test: Callable[[], object], read: Callable[[], Values] = dict
     ) -> None:
-        self._test = test
+        self._test, self._read = test, read
         self._model = args["model_name"]
+        self._labels = {"model": self._model, "model_instance": args["model_instance_name"]}
         self._ended = threading.Event()
+        self._publisher: threading.Thread | None = None
         health.succeeded()  # it has just been loaded
         # Before the first metrics, which tell the server that the process has this.
         faulthandler.register(STACKS_SIGNAL)
-        directory = ModelEnvironment.read().metrics_directory
+        if (directory := path_of(METRICS_DIRECTORY)) is None:
+            return
         failure_of(directory, self._model).reserve()
-        self._publisher = MetricsPublisher(lambda: {**read(), **health.values()}, args)
-        if directory:
-            gc.collect()
-            gc.freeze()  # loaded objects stay: to scan them again would stop all threads for a tenth of a second
-            threading.Thread(target=self._run, name="health", daemon=True).start()
+        # So that every sample exists before the first request.
+        file = MetricsFile(directory / f"{args['model_instance_name']}{ENDING}", self._samples())
+        self._publisher = threading.Thread(target=self._publish, args=(file,), name="metrics", daemon=True)
+        self._publisher.start()
+        gc.collect()
+        gc.freeze()  # loaded objects stay: to scan them again would stop all threads for a tenth of a second
+        threading.Thread(target=self._check, name="health", daemon=True).start()
 
     def close(self) -> None:
         """Stop publishing, and send the last spans."""
         self._ended.set()
-        self._publisher.close()
+        if self._publisher:
+            self._publisher.join()
         tracing.flush()
 
-    def _run(self) -> None:
+    def _publish(self, file: MetricsFile) -> None:
+        """Write the current numbers regularly. It never raises, because metrics must not end a model; a failure is
+        logged once, until the next success."""
+        fails = False
+        while not self._ended.wait(PERIOD_SECONDS):
+            try:
+                file.write(self._samples())
+                fails = False
+            except Exception:
+                if not fails:
+                    logger.exception("cannot write the metrics")
+                fails = True
+        file.close()
+
+    def _samples(self) -> Samples:
+        return samples_of(self._labels, {**self._read(), **health.values()})
+
+    def _check(self) -> None:
         returned_at = time.monotonic()
         while not self._ended.wait(POLL_SECONDS):
             health.test_if_due(self._test, self._model)
@@ -146,7 +170,7 @@ def report_failure(model: str, error: BaseException) -> None:
     """Log why this process cannot recover, and tell the process that runs tritonserver, which ends it."""
     logger.critical("%s has to be restarted: %s: %s", model, type(error).__name__, error)
     try:
-        failure_of(ModelEnvironment.read().metrics_directory, model).give(str(error).strip().partition("\n")[0])
+        failure_of(path_of(METRICS_DIRECTORY), model).give(str(error).strip().partition("\n")[0])
     except OSError:  # such as a full disk: the caller still has to answer its request
         logger.exception("the failure of %s cannot be reported", model)
 
@@ -155,27 +179,27 @@ class Notice:
     """A file that tells all processes something once, also on a full disk. path None: nobody is ever told."""
 
     def __init__(self, path: Path | None) -> None:
-        self._path = path
+        self.path = path
 
     def reserve(self) -> None:
         """Make the file under another name, so that `give` needs neither bytes nor an inode of the disk."""
-        if self._path:
+        if self.path:
             self._reserved.write_text(" " * NOTICE_BYTES)
 
     def give(self, text: str = "") -> None:
         """Let `given` be true from now on. OSError if nothing was reserved and the disk is full."""
-        if self._path:
+        if self.path:
             with self._reserved.open("r+b" if self._reserved.exists() else "wb") as reserved:
                 reserved.write(text.encode()[:NOTICE_BYTES].ljust(NOTICE_BYTES))
-            self._reserved.rename(self._path)
+            self._reserved.rename(self.path)
 
     def given(self) -> bool:
-        return self._path is not None and self._path.exists()
+        return self.path is not None and self.path.exists()
 
     @property
     def _reserved(self) -> Path:
-        assert self._path is not None
-        return self._path.with_suffix(".reserved")
+        assert self.path is not None
+        return self.path.with_suffix(".reserved")
 
 
 def failure_of(directory: Path | None, model: str) -> Notice:
@@ -187,12 +211,3 @@ def failure_of(directory: Path | None, model: str) -> Notice:
 def reported_failures(directory: Path) -> dict[str, str]:
     """Return what `report_failure` has written: the reasons by model."""
     return {path.stem: path.read_text(errors="replace").strip() for path in directory.glob(f"*{FAILED}")}
-
-
-class DrainFile(Notice):
-    """Given once, by the process that started the server, which takes no new requests from then on."""
-
-    def check(self) -> None:
-        """Raise UnavailableError once it is given."""
-        if self.given():
-            raise UnavailableError("this server is shutting down and accepts no new requests; retry or use another one")

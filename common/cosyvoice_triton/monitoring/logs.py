@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from cosyvoice_triton.monitoring.environment import ModelEnvironment
+from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY, log_level, path_of
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")  # of the request that this task or thread serves
 
@@ -18,13 +18,12 @@ FORMAT = "%(levelname).1s%(asctime)s.%(msecs)03d000 %(process)d %(name)s] %(requ
 
 def configure() -> None:
     """Log in this format, if a process reads it."""
-    environment = ModelEnvironment.read()
-    if environment.metrics_directory is None:
+    if path_of(METRICS_DIRECTORY) is None:
         return
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(FORMAT, "%m%d %H:%M:%S"))
     handler.addFilter(_add_request)
-    logging.basicConfig(handlers=[handler], level=environment.log_level)
+    logging.basicConfig(handlers=[handler], level=log_level())
 
 
 @contextmanager

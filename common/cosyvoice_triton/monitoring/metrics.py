@@ -14,7 +14,7 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
@@ -22,14 +22,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
-from cosyvoice_triton.monitoring.environment import ModelEnvironment
 
 ATTEMPTS = 3  # to read: a reader that is held up between the halves may find both changed
 _SPARE = 4096  # bytes that the content may grow by, beside twice its first size
 Samples = list[list[Any]]  # of a model instance: name, kind, help, suffix, labels, value of each
 logger = logging.getLogger(__name__)
 
-PERIOD_SECONDS = 0.25  # so at least once between two checks of the server or of a drain, which are 0.5 s apart
 ENDING = ".metrics"  # of the file of each model instance
 
 RequestStatus = Literal["ok", "invalid", "refused", "unavailable", "cancelled", "error"]
@@ -247,51 +245,6 @@ def outcome_of(error: BaseException) -> RequestStatus:
     if isinstance(error, UnavailableError):
         return "unavailable"
     return "error" if isinstance(error, Exception) else "cancelled"
-
-
-class MetricsPublisher:
-    """Write what `read` returns to the file of a model instance every PERIOD_SECONDS, in a thread of its own.
-
-    Does nothing if the environment names no directory.
-    """
-
-    def __init__(self, read: Callable[[], Values], args: Mapping[str, str]) -> None:
-        """Begin to publish. `args`: those that Triton passes to `initialize`; they name the model and its instance."""
-        self._read = read
-        self._labels = {"model": args["model_name"], "model_instance": args["model_instance_name"]}
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._fails = False
-        if directory := ModelEnvironment.read().metrics_directory:
-            path = directory / f"{args['model_instance_name']}{ENDING}"
-            self._file = MetricsFile(path, self._samples())  # so that every sample exists before the first request
-            self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
-            self._thread.start()
-
-    def close(self) -> None:
-        """Stop the thread."""
-        self._ended.set()
-        if self._thread:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.wait(PERIOD_SECONDS):
-            self.publish()
-        self._file.close()
-
-    def publish(self) -> None:
-        """Write the current numbers; never raises, because metrics must not end a model. A failure is logged once,
-        until the next success: the next attempt is a quarter of a second away."""
-        try:
-            self._file.write(self._samples())
-            self._fails = False
-        except Exception:
-            if not self._fails:
-                logger.exception("cannot write the metrics")
-            self._fails = True
-
-    def _samples(self) -> Samples:
-        return samples_of(self._labels, self._read())
 
 
 def samples_of(labels: Mapping[str, str], values: Values) -> Samples:

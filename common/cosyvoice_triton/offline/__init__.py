@@ -1,6 +1,6 @@
-"""Upstream's three programs without a server, over the pipeline and the engines of `speaker`.
+"""Speech without a server, over the pipeline and the engines of `speaker`.
 
-shared                    options and samples, what both programs load, times of stages, failures
-inference, token2wav      the programs; `streaming` is token2wav in chunks
-inspection                what a downloaded checkpoint is worth, for `doctor`
+shared       what upstream's programs share (cli/offline_inference.py, cli/token2wav.py, which `streaming` runs in
+             chunks): options and samples, what both load, a run with its stages and failures
+inspection   what a downloaded checkpoint is worth, for `doctor`
 """

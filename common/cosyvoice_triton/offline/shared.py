@@ -3,29 +3,31 @@ samples: the times of its stages and the samples that failed."""
 
 import argparse
 import asyncio
+import json
 import logging
+import math
 import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from cosyvoice_triton import samples, stacks
+from cosyvoice_triton.batches import isolated
 from cosyvoice_triton.checkpoint import read_state
 from cosyvoice_triton.config import FlowRuntime, OrchestratorConfig, SpeakerRuntime, Token2WavConfig
 from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS, SAMPLE_RATE
 from cosyvoice_triton.demo_checkpoint import has_random_weights
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.load.report import table
-from cosyvoice_triton.load.samples import Sample, SampleError, read_dataset, read_manifest
+from cosyvoice_triton.load.samples import Sample, read_dataset, read_manifest
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.text import clean_line
 from cosyvoice_triton.token2wav.engine import Token2Wav
@@ -54,18 +56,18 @@ def add_trt_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def read_samples(args: argparse.Namespace) -> list[Sample]:
-    """Return the samples that the options select. Raise SampleError if they cannot be read."""
+    """Return the samples that the options select. Raise ValueError if they cannot be read."""
     if args.manifest_path and (args.split_name or args.dataset_name):
-        raise SampleError("give a manifest or a data set, not both")
+        raise ValueError("give a manifest or a data set, not both")
     if args.dataset_name and not args.split_name:
-        raise SampleError(f"which split of {args.dataset_name}? name it")
+        raise ValueError(f"which split of {args.dataset_name}? name it")
     if args.split_name:
         name = args.dataset_name or ("yuekai/CV3-Eval" if "zero" in args.split_name else "yuekai/seed_tts_cosy2")
         found = read_dataset(name, args.split_name)
     else:
         found = read_manifest(args.manifest_path or samples.MANIFEST)
     if nameless := [sample.id for sample in found if sample.prompt_audio is None]:
-        raise SampleError(f"sample {nameless[0]!r} names a speaker; offline tools need prompt_audio")
+        raise ValueError(f"sample {nameless[0]!r} names a speaker; offline tools need prompt_audio")
     return found
 
 
@@ -78,86 +80,84 @@ def recording_of(sample: Sample) -> Recording:
     return replace(recording, text=text)
 
 
-class Stages:
-    """The seconds of each stage: those in which at least one sample was in it. Stages of different samples overlap."""
-
-    def __init__(self, names: Sequence[str], clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._begun = clock()
-        self._samples: Counter[str] = Counter()  # by the stage that they are in
-        self._since: dict[str, float] = {}
-        self.seconds = dict.fromkeys(names, 0.0)
-
-    @contextmanager
-    def time(self, stage: str) -> Iterator[None]:
-        """Let a sample be in a stage for the block."""
-        if not self._samples[stage]:
-            self._since[stage] = self._clock()
-        self._samples[stage] += 1
-        try:
-            yield
-        finally:
-            self._samples[stage] -= 1
-            if not self._samples[stage]:
-                self.seconds[stage] += self._clock() - self._since[stage]
-
-    def figures(self, audio_seconds: float) -> dict[str, float | None]:
-        """Return `<stage>_time_seconds` and `<stage>_rtf` per stage and for the pipeline, since construction; the RTF
-        is None without audio."""
-        figures: dict[str, float | None] = {}
-        for stage, seconds in {**self.seconds, "pipeline": self._clock() - self._begun}.items():
-            figures[f"{stage}_time_seconds"] = seconds  # as in upstream's figures
-            figures[f"{stage}_rtf"] = seconds / audio_seconds if audio_seconds else None
-        return figures
-
-
-class SampleStage(ExitStack):
-    """The stage that a sample is in; `name` is kept after it has left it."""
-
-    def __init__(self, stages: Stages) -> None:
-        super().__init__()
-        self._stages = stages
-        self.name = ""
-
-    def enter(self, name: str) -> None:
-        """Leave the stage before, if the sample was in one."""
-        self.close()
-        self.enter_context(self._stages.time(name))
-        self.name = name
-
-
-class Failure(NamedTuple):
-    """Why a sample has no audio."""
-
-    id: str
-    stage: str
-    error: str
-
-
 class SampleRun:
-    """Samples on their way to audio files. It is valid after an interruption, too."""
+    """Samples on their way to audio files. It is valid after an interruption, too.
 
-    def __init__(self, stages: Sequence[str]) -> None:
-        self.stages = Stages(stages)
+    seconds: of each stage, those in which at least one sample was in it: stages of different samples overlap.
+    failures: id, stage and error of each sample that has no audio.
+    """
+
+    def __init__(self, stages: Sequence[str], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._spans: dict[str, list[tuple[float, float]]] = {stage: [] for stage in stages}
+        self.begun = clock()
         self.audio_seconds = 0.0
-        self.failures: list[Failure] = []
+        self.failures: list[dict[str, str]] = []
 
     @contextmanager
-    def sample(self, sample: Sample) -> Iterator[SampleStage]:
-        """Let a sample go through stages in the block, whose error is recorded as why it has no audio."""
-        with SampleStage(self.stages) as stage:
-            try:
-                yield stage
-            except Exception as error:
-                reason = " ".join(str(error).split())
-                if not isinstance(error, (ValueError, UnavailableError, OSError)):
-                    reason = f"{type(error).__name__}: {reason}"  # out of memory, or a bug
-                self.failures.append(Failure(sample.id, stage.name, reason))
+    def sample(self, sample: Sample) -> Iterator[Callable[[str], None]]:
+        """Yield what a sample calls when it enters a stage, with "" when it only leaves the one before. An error of the
+        block is recorded as why the sample has no audio."""
+        stage, begun = "", 0.0
+
+        def enter(name: str) -> None:
+            nonlocal stage, begun
+            now = self._clock()
+            if stage:
+                self._spans[stage].append((begun, now))
+            stage, begun = name, now
+
+        try:
+            yield enter
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            if not isinstance(error, (ValueError, UnavailableError, OSError)):
+                reason = f"{type(error).__name__}: {reason}"  # out of memory, or a bug
+            self.failures.append({"id": sample.id, "stage": stage, "error": reason})
+        finally:
+            enter("")
 
     def save(self, path: Path, audio: np.ndarray) -> None:
         """Write audio (N,) float32."""
         save_audio(path, audio, SAMPLE_RATE)
         self.audio_seconds += len(audio) / SAMPLE_RATE
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return {stage: _covered(spans) for stage, spans in self._spans.items()}
+
+    def figures(self, total: float | None = None) -> dict[str, Any]:
+        """Return `<stage>_time_seconds` and `<stage>_rtf` per stage and for the pipeline, as in upstream's figures; the
+        RTF is None without audio. total: seconds of the pipeline; by default those since construction."""
+        figures: dict[str, Any] = {}
+        total = self._clock() - self.begun if total is None else total
+        for stage, seconds in {**self.seconds, "pipeline": total}.items():
+            figures[f"{stage}_time_seconds"] = seconds
+            figures[f"{stage}_rtf"] = seconds / self.audio_seconds if self.audio_seconds else None
+        return figures
+
+    def report(self, path: Path, **about: Any) -> dict[str, Any]:
+        """Write the figures, what the run is about and the failures as JSON, and return them; print a table of the
+        stages and, on standard error, the first failures."""
+        figures = {**about, **self.figures(), "failures": self.failures}
+        path.write_text(json.dumps(figures, indent=4, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+        names = (*self._spans, "pipeline")
+        rows = [(name, figures[f"{name}_time_seconds"], figures[f"{name}_rtf"]) for name in names]
+        print(table(("stage", "seconds", "RTF"), rows))
+        for failure in self.failures[:FAILURES_SHOWN]:
+            print("failed: {id} ({stage}): {error}".format(**failure), file=sys.stderr)
+        if hidden := self.failures[FAILURES_SHOWN:]:
+            print(f"failed: {len(hidden)} more, all in {path.name}", file=sys.stderr)
+        return figures
+
+
+def _covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Return the length of what the spans, beginnings and ends, cover together."""
+    covered, until = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        covered += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return covered
 
 
 def set_up() -> None:
@@ -166,20 +166,6 @@ def set_up() -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         # The LLM has threads of its own: torch's would wait for cores that those keep busy, ten times as long.
         torch.set_num_threads(1)
-
-
-def show_stages(figures: Mapping[str, Any], stages: Sequence[str]) -> None:
-    """Print a table of the seconds of each stage and of the pipeline."""
-    rows = [(stage, figures[f"{stage}_time_seconds"], figures[f"{stage}_rtf"]) for stage in (*stages, "pipeline")]
-    print(table(("stage", "seconds", "RTF"), rows))
-
-
-def show_failures(failures: Sequence[Failure], file: str) -> None:
-    """Print the first ones to standard error; all are in `file`."""
-    for failure in failures[:FAILURES_SHOWN]:
-        print(f"failed: {failure.id} ({failure.stage}): {failure.error}", file=sys.stderr)
-    if hidden := failures[FAILURES_SHOWN:]:
-        print(f"failed: {len(hidden)} more, all in {file}", file=sys.stderr)
 
 
 def stack_of(model_dir: Path) -> Stack:
@@ -208,6 +194,15 @@ def speaker_runtime(args: argparse.Namespace) -> SpeakerRuntime:
     return "tensorrt" if args.enable_trt else "onnxruntime"
 
 
+@dataclass
+class _Utterance:
+    """Speech tokens (n,) in a voice, and what they have become: audio (N,) float32, or why there is none."""
+
+    prompt: Prompt
+    tokens: np.ndarray
+    result: np.ndarray | Exception | None = None
+
+
 class WholeToken2Wav:
     """The pipeline's port to a token2wav that renders whole utterances only, in batches: without streams or admission.
 
@@ -219,8 +214,8 @@ class WholeToken2Wav:
         self._engine.warm_up()
         self._batch_size = batch_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="token2wav")
-        self._waiting: list[tuple[tuple[Prompt, np.ndarray], asyncio.Future[np.ndarray]]] = []
-        self._rendering: asyncio.Task[None] | None = None
+        self._waiting: list[_Utterance] = []
+        self._turn = asyncio.Lock()
         self.calls = 0
 
     def open(self, speed: float = 1.0) -> NoReturn:
@@ -229,39 +224,34 @@ class WholeToken2Wav:
 
     async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float = 1.0) -> np.ndarray:
         """Return audio (N,) float32 of a whole utterance, at the usual rate."""
-        answer: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
-        self._waiting.append(((prompt, np.asarray(tokens, np.int64)), answer))
-        if self._rendering is None:
-            self._rendering = asyncio.create_task(self._render())
-        return await answer
+        mine = _Utterance(prompt, np.asarray(tokens, np.int64))
+        self._waiting.append(mine)
+        async with self._turn:  # the others wait, and are in its batches
+            await asyncio.sleep(0)  # in which those come that are as far
+            while mine.result is None:
+                await self._render()
+        if isinstance(mine.result, Exception):
+            raise mine.result
+        return mine.result
 
     def close(self) -> None:
         self._thread.shutdown()
 
     async def _render(self) -> None:
-        """Render what waits, the shortest first: every row of a batch costs as much as its longest one."""
+        """Render a batch of what waits, the shortest first: every row of a batch costs as much as its longest one."""
+        self._waiting.sort(key=lambda each: len(each.tokens))
+        batch, self._waiting = self._waiting[: self._batch_size], self._waiting[self._batch_size :]
+        loop, results = asyncio.get_running_loop(), list[Any]()
         try:
-            while self._waiting:
-                self._waiting.sort(key=lambda each: len(each[0][1]))
-                batch, self._waiting = self._waiting[: self._batch_size], self._waiting[self._batch_size :]
-                utterances = [utterance for utterance, _ in batch]
-                results = await asyncio.get_running_loop().run_in_executor(self._thread, self._whole, utterances)
-                for (_, answer), result in zip(batch, results, strict=True):
-                    if answer.cancelled():
-                        continue
-                    if isinstance(result, Exception):
-                        answer.set_exception(result)
-                    else:
-                        answer.set_result(result)
-        finally:
-            self._rendering = None
+            results += await loop.run_in_executor(self._thread, isolated, self._rendered, batch)
+        except asyncio.CancelledError:  # whoever's turn it was does not wait any more, but the others do
+            self._waiting += batch
+            raise
+        except Exception as error:  # which every later batch has, too
+            results += [error] * len(batch)
+        for each, result in zip(batch, results, strict=True):
+            each.result = result
 
-    def _whole(self, batch: Sequence[tuple[Prompt, np.ndarray]]) -> list[np.ndarray | Exception]:
-        """Render a batch; one that fails is rendered one by one, so that only the utterance that causes it fails."""
+    def _rendered(self, batch: Sequence[_Utterance]) -> list[np.ndarray]:
         self.calls += 1
-        try:
-            return list(self._engine.whole_batch(batch))
-        except Exception as error:
-            if len(batch) == 1:
-                return [error]
-        return [self._whole([utterance])[0] for utterance in batch]
+        return self._engine.whole_batch([(each.prompt, each.tokens) for each in batch])

@@ -15,10 +15,11 @@ from cosyvoice_triton import triton_io
 from cosyvoice_triton.audible import leading_silence
 from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.constants import MAX_SOURCE_SECONDS, PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.monitoring import tracing
-from cosyvoice_triton.monitoring.environment import ModelEnvironment
-from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, failure_of
+from cosyvoice_triton.monitoring.environment import DRAIN_FILE, METRICS_DIRECTORY, path_of
+from cosyvoice_triton.monitoring.health import ModelMonitor, Notice, failure_of
 from cosyvoice_triton.monitoring.metrics import BAD_ANSWERS, RequestStats, Values
 from cosyvoice_triton.orchestrator.assembly import Pipeline, remote_llm
 from cosyvoice_triton.orchestrator.report import Events, Report
@@ -48,8 +49,8 @@ class OrchestratorModel:
         torch.set_num_threads(1)  # it only computes mels of recordings
         tokenizer = LLMTokenizer.from_dir(config.llm_tokenizer_dir, self.stack.llm.tokenizer)
         call, first_id = partial(triton_io.call, timeout=config.model_timeout), tokenizer.first_speech_id
-        environment, models = ModelEnvironment.read(), replicas(self.stack.token2wav, len(config.token2wav_gpus))
-        failures = {model: failure_of(environment.metrics_directory, model) for model in models}
+        models = replicas(self.stack.token2wav, len(config.token2wav_gpus))
+        failures = {model: failure_of(path_of(METRICS_DIRECTORY), model) for model in models}
         token2wav = Token2WavReplicas(
             {model: send_over_triton(call, model, first_id) for model in models},
             cumulative=self.stack.cumulative,
@@ -60,7 +61,7 @@ class OrchestratorModel:
         if warning := self._pipeline.texts.warning:
             logger.warning("%s", warning)
         self._pieces = PieceStreams(config.text_timeout)
-        self._drain = DrainFile(environment.drain_file)
+        self._drain = Notice(path_of(DRAIN_FILE))
         self._stats = RequestStats()
         self._loop = triton_io.RequestLoop(self.answer, model=args["model_name"], decoupled=config.decoupled)
         self._monitor = ModelMonitor(args, test=self._test, read=self._values)
@@ -81,7 +82,6 @@ class OrchestratorModel:
             self._monitor.close()
 
     def _values(self) -> Values:
-        """Return the current numbers of its metrics."""
         bad = {
             BAD_ANSWERS.sample(reason=reason, then="made again" if again else "sent"): float(count)
             for (reason, again), count in self._pipeline.synthesizer.judged.items()
@@ -95,8 +95,7 @@ class OrchestratorModel:
         """
         origin = triton_io.origin(request)
         if not (sequence := origin["correlation_id"]):
-            await self._speak(request, responder)
-            return
+            return await self._speak(request, responder)
         sent = triton_io.read_all(request, ["target_text", "source_wav", "source_sample_rate"])
         samples, end = sent.get("source_wav"), origin["end"]
         piece = (triton_io.scalar(sent, "target_text") or "") if samples is None else samples.reshape(-1)
@@ -120,7 +119,8 @@ class OrchestratorModel:
         caller = str(parameters.get(tracing.TRACEPARENT, ""))
         with self._stats.request() as live, tracing.span("orchestrator", caller) as span:
             report = Report(span)
-            self._drain.check()
+            if self._drain.given():
+                raise UnavailableError("this server is shutting down and takes no requests; retry or use another one")
             synthesizer = self._pipeline.synthesizer
             if self._config.decoupled:
                 synthesizer.refusal.check()  # before the request is read

@@ -53,10 +53,6 @@ class DownloadProgress(tqdm):
         return True
 
 
-class DownloadError(RuntimeError):
-    """The checkpoints could not be downloaded; the message says what to do. Complete parts are kept."""
-
-
 @dataclass(frozen=True)
 class Download:
     """Files of a repository of a hub and the directory, below the checkpoints' own, that they go to."""
@@ -71,12 +67,12 @@ def sources(stack: Stack, hub: HubName = "huggingface", weights: str = "") -> tu
     """Return the repositories that a stack's files come from: one if its LLM is in the same one as the rest.
 
     weights: the LLM's file; by default the stack's. The text model's own weights are not read: the LLM has them.
-    Raise DownloadError if a hub does not have one of them.
+    Raise RuntimeError if a hub does not have one of them.
     """
     name = "repository" if hub == "huggingface" else "modelscope"
     repositories = [getattr(part, name) for part in (stack.llm, stack)]
     if not all(repositories):
-        raise DownloadError(f"{hub} does not have the {stack.name} stack: leave --hub out")
+        raise RuntimeError(f"{hub} does not have the {stack.name} stack: leave --hub out")
     llm = Download(
         repositories[0],
         stack.llm.download,
@@ -117,7 +113,7 @@ def digest_of(path: Path, *, git: bool) -> str:
 def fetch(sources: Sequence[Download], models: Path, revisions: Mapping[str, str]) -> list[bool]:
     """Complete the sources below `models`; return which of them were not complete.
 
-    revisions: commits, branches or tags to switch to, by repository. Raise DownloadError if a hub cannot be reached or
+    revisions: commits, branches or tags to switch to, by repository. Raise RuntimeError if a hub cannot be reached or
     refuses, a file is missing there, the disk is too full or a file is damaged.
     """
     record, listings = read_record(models), dict[Download, tuple[str, list[RemoteFile]]]()
@@ -146,7 +142,7 @@ def fetch(sources: Sequence[Download], models: Path, revisions: Mapping[str, str
         for file in files:
             if not file.is_whole_at(path := models / source.directory / file.name):
                 path.unlink()
-                raise DownloadError(
+                raise RuntimeError(
                     f"{path} is damaged (its checksum is not the hub's {file.digest}) and was removed; run again"
                 )
         _write_record(models, source, commit, revisions.get(source.repository), files)
@@ -167,7 +163,7 @@ def _listing(source: Download, revision: str | None) -> tuple[str, list[RemoteFi
     found = {pattern: _matching(listed, pattern) for pattern in source.patterns}
     for pattern, matching in found.items():
         if not matching:
-            raise DownloadError(f"{source.repository} at {commit} has no {pattern}; name another revision")
+            raise RuntimeError(f"{source.repository} at {commit} has no {pattern}; name another revision")
     return commit, [file for matching in found.values() for file in matching]
 
 
@@ -176,11 +172,11 @@ def _matching(files: Sequence[RemoteFile], pattern: str) -> list[RemoteFile]:
 
 
 def require_space(models: Path, size: int) -> None:
-    """Raise DownloadError unless `size` bytes and a reserve are free."""
+    """Raise RuntimeError unless `size` bytes and a reserve are free."""
     free = shutil.disk_usage(models).free
     if size and free < size + SPARE_BYTES:
         needed = (size + SPARE_BYTES) / 1e9
-        raise DownloadError(
+        raise RuntimeError(
             f"{needed:.1f} GB are needed at {models}, {free / 1e9:.1f} GB are free; free some disk and run again"
         )
 
@@ -281,7 +277,7 @@ def download(url: str, path: Path, size: int | None = None) -> None:
 
 @contextmanager
 def _explaining(source: Download) -> Iterator[None]:
-    """Raise a DownloadError that says what to do for any error of the block: those of HTTP libraries differ."""
+    """Raise a RuntimeError that says what to do for any error of the block: those of HTTP libraries differ."""
     try:
         yield
     except Exception as error:
@@ -290,12 +286,12 @@ def _explaining(source: Download) -> Iterator[None]:
             token = (
                 "set HF_TOKEN to a token" if source.hub == "huggingface" else "leave --hub out, and set HF_TOKEN to one"
             )
-            raise DownloadError(
+            raise RuntimeError(
                 f"{source.hub} refuses {source.repository} (HTTP {status}), which is private or gated: {token} of an "
                 "account that may read it, after it has accepted the terms on the repository's page"
             ) from error
         words = str(error).strip().splitlines() or [type(error).__name__]
-        raise DownloadError(
+        raise RuntimeError(
             f"{source.repository} could not be downloaded: {words[0]}; complete parts are kept: run again "
             f"({SETTINGS[source.hub]})"
         ) from error

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cosyvoice_triton import samples, stacks
@@ -29,36 +28,25 @@ PYTHON_PATH = "python"
 VOICE = "sample"
 
 
-class EngineError(RuntimeError):
-    """The engine could not be built; the output of the tools is above."""
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Concurrent streams, and GPUs of tensor and pipeline parallelism."""
-
-    max_batch_size: int = 64
-    tp_size: int = 1
-    pp_size: int = 1
-
-
-def build_engine(models: Path, llm: SpeechLLM, options: EngineOptions) -> bool:
+def build_engine(models: Path, llm: SpeechLLM, max_batch_size: int, tp_size: int, pp_size: int) -> bool:
     """Build the engine of an LLM from its HuggingFace directory, both below `models`; False if the same one exists.
 
-    It is built again for another checkpoint or option, and is written atomically.
+    It is built again for another checkpoint or option, and is written atomically. max_batch_size: concurrent streams.
+    tp_size, pp_size: GPUs of tensor and pipeline parallelism.
     """
     source, destination = models / llm.directory, models / llm.engine
-    wanted = {"options": asdict(options), "checkpoint": _fingerprint(source)}
+    options = {"max_batch_size": max_batch_size, "tp_size": tp_size, "pp_size": pp_size}
+    wanted = {"options": options, "checkpoint": _fingerprint(source)}
     if _stamp(destination) == wanted:
         return False
     with tempfile.TemporaryDirectory(dir=models, prefix=f".{llm.engine}.") as scratch:
         weights, built = Path(scratch) / "weights", Path(scratch) / "engine"
-        sizes = [f"--tp_size={options.tp_size}", f"--pp_size={options.pp_size}"]
+        sizes = [f"--tp_size={tp_size}", f"--pp_size={pp_size}"]
         python = os.environ.get("TRTLLM_PYTHON") or sys.executable  # in the image another one has TensorRT-LLM
         convert = [python, "-m", "cosyvoice_triton", "prepare", "convert-checkpoint", "--dtype=bfloat16", *sizes]
         _run([*convert, f"--model_dir={source}", f"--output_dir={weights}"])
-        limits = [f"--max_batch_size={options.max_batch_size}", f"--max_num_tokens={MAX_TOKENS}"]
-        workers = [f"--workers={options.tp_size * options.pp_size}"]
+        limits = [f"--max_batch_size={max_batch_size}", f"--max_num_tokens={MAX_TOKENS}"]
+        workers = [f"--workers={tp_size * pp_size}"]
         directories = [f"--checkpoint_dir={weights}", f"--output_dir={built}"]
         _run(["trtllm-build", *directories, *limits, "--gemm_plugin=bfloat16", *workers])
         (built / STAMP).write_text(json.dumps(wanted, indent=1) + "\n")
@@ -73,18 +61,20 @@ def _run(command: list[str]) -> None:
     try:
         finished = subprocess.run(command, check=False)
     except FileNotFoundError:
-        raise EngineError(
+        raise RuntimeError(
             f"{command[0]} is not installed: build the engine in the target trtllm of Dockerfile.server"
         ) from None
     if finished.returncode:
-        raise EngineError(f"{command[0]} ended with code {finished.returncode}")
+        raise RuntimeError(f"{command[0]} ended with code {finished.returncode}")
 
 
 def _fingerprint(source: Path) -> dict[str, list[int]]:
     """Return the sizes and modification times of the files that the engine is built from."""
     files = [source / "config.json", *sorted(source.glob("*.safetensors"))]
     if len(files) < 2 or not files[0].is_file():
-        raise EngineError(f"{source} is not a HuggingFace directory of the LLM; run: cosyvoice-triton prepare download")
+        raise RuntimeError(
+            f"{source} is not a HuggingFace directory of the LLM; run: cosyvoice-triton prepare download"
+        )
     return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
 
 
@@ -214,8 +204,8 @@ def speakers(url: str, path: Path) -> None:
 def build(models: Path, args: argparse.Namespace) -> None:
     llm = stacks.named(args.stack).llm
     if args.kind == "tensorrt_llm":
-        options = EngineOptions(args.max_batch_size, args.tp_size, args.pp_size)
-        report(models / llm.engine, build_engine(models, llm, options), "the LLM's engine")
+        made = build_engine(models, llm, args.max_batch_size, args.tp_size, args.pp_size)
+        report(models / llm.engine, made, "the LLM's engine")
         return
     from cosyvoice_triton.prepare.genai import convert
 

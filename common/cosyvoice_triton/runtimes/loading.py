@@ -170,7 +170,7 @@ def use_runtime(
 ) -> None:
     """Replace the estimator of `flow` by networks of `model_dir` on another runtime; nothing to do for torch.
 
-    ValueError: a setting does not fit, or a file is missing or unreadable. PlanError: no TensorRT plan fits.
+    ValueError: a setting does not fit, or a file is missing or unreadable. RuntimeError: no TensorRT plan fits.
     ImportError: TensorRT is not installed.
     """
     if runtime not in ("onnxruntime", "tensorrt"):

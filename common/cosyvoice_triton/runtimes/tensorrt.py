@@ -1,8 +1,8 @@
 """A network computed by TensorRT, from a plan built ahead of serving (docs/gpu.md).
 
 A plan is for one use of a network, one precision and one kind of GPU. Plans are in the folder `tensorrt` next to the
-ONNX files, each beside a JSON file of what it was built from. A plan without one, or of another ONNX file or other
-shapes, is never passed to TensorRT.
+ONNX files. Their names say what they were built from: one of another ONNX file or other shapes is never passed to
+TensorRT.
 """
 
 import hashlib
@@ -14,7 +14,6 @@ import re
 from collections import deque
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -32,10 +31,6 @@ FOLDER = "tensorrt"
 FULL, RTX = "tensorrt", "tensorrt_rtx_bindings"
 PROFILE = 0  # a plan has one
 _TYPES = {"FLOAT": torch.float32, "HALF": torch.float16}
-
-
-class PlanError(RuntimeError):
-    """No plan may be loaded; the message says why."""
 
 
 def installed() -> str | None:
@@ -82,57 +77,41 @@ def _machine(gpu: str) -> str:
     return f"{installed()} {tensorrt().__version__} {gpu}"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A plan that serving needs, built or not. built_from: what it depends on besides what its file name says."""
+def plan_file(workload: Workload, model_dir: str | Path, machine: str) -> Path:
+    """Return where the plan of `workload` for that machine is, or would be. The end of its name is a digest of the ONNX
+    file and the shapes. RuntimeError if that file is missing."""
+    onnx = Path(model_dir) / workload.onnx
+    if not onnx.is_file():
+        raise RuntimeError(f"{onnx} is missing; export it as docs/gpu.md describes")
+    built_from = hashlib.sha256(onnx.read_bytes())
+    built_from.update(json.dumps(dict(workload.profile), sort_keys=True).encode())
+    about = f"{workload.use} {workload.precision} {machine} {built_from.hexdigest()[:16]}"
+    return onnx.parent / FOLDER / f"{re.sub(r'[^a-z0-9.]+', '-', about.lower())}.plan"
 
-    path: Path
-    built_from: dict[str, str]
 
-    @classmethod
-    def of(cls, workload: Workload, model_dir: str | Path, machine: str) -> "Plan":
-        """Name the plan of `workload` for that machine. PlanError if its ONNX file is missing."""
-        onnx = Path(model_dir) / workload.onnx
-        if not onnx.is_file():
-            raise PlanError(f"{onnx} is missing; export it as docs/gpu.md describes")
-        name = re.sub(r"[^a-z0-9.]+", "-", f"{workload.use} {workload.precision} {machine}".lower())
-        built_from = {
-            "onnx": f"{workload.onnx} {hashlib.sha256(onnx.read_bytes()).hexdigest()}",
-            "shapes": ", ".join(f"{size} {least}-{most}" for size, (least, _, most) in workload.profile.items()),
-        }
-        return cls(onnx.parent / FOLDER / f"{name}.plan", built_from)
+def read_plan(path: Path) -> bytes:
+    """Return a plan's bytes. RuntimeError with the problem and its remedy if there is none."""
+    if path.is_file():
+        return path.read_bytes()
+    problem = f"{path} does not exist"
+    if others := _outdated(path):
+        problem += f", and {others[0].name} was built from another ONNX file or for other shapes"
+    raise RuntimeError(f"{problem}; build it as docs/gpu.md describes")
 
-    def problem(self) -> str:
-        """Return why the plan cannot be loaded; empty if it can."""
-        try:
-            found = json.loads(self._record.read_text())
-            if not self.path.is_file():
-                return f"{self.path} is missing"
-        except (OSError, ValueError):
-            return f"{self.path} does not exist, or what it was built from is not recorded"
-        wrong = [
-            f"{what} {found.get(what)}, not {now}" for what, now in self.built_from.items() if found.get(what) != now
-        ]
-        return f"{self.path} was built for {'; '.join(wrong)}" if wrong else ""
 
-    def read(self) -> bytes:
-        """Return the plan's bytes. PlanError with the problem and its remedy."""
-        if problem := self.problem():
-            raise PlanError(f"{problem}; build it as docs/gpu.md describes")
-        return self.path.read_bytes()
+def write_plan(path: Path, data: bytes) -> None:
+    """Store a plan in place of outdated ones. Whatever interrupts it, the plan is complete or not there."""
+    path.parent.mkdir(exist_ok=True)
+    work = path.with_suffix(".work")
+    work.write_bytes(data)
+    os.replace(work, path)
+    for other in _outdated(path):
+        other.unlink()
 
-    def write(self, data: bytes) -> None:
-        """Store the plan. Whatever interrupts it, a plan with a record is complete."""
-        self.path.parent.mkdir(exist_ok=True)
-        self._record.unlink(missing_ok=True)
-        work = self.path.with_suffix(".work")
-        work.write_bytes(data)
-        os.replace(work, self.path)
-        self._record.write_text(json.dumps(self.built_from, indent=1) + "\n")
 
-    @property
-    def _record(self) -> Path:
-        return self.path.with_suffix(".json")
+def _outdated(path: Path) -> list[Path]:
+    """Return the plans that differ from this one in nothing but what they were built from."""
+    return sorted(other for other in path.parent.glob(f"{path.stem.rpartition('-')[0]}-*.plan") if other != path)
 
 
 @lru_cache(maxsize=1)
@@ -167,7 +146,7 @@ class TensorRTNetwork(Network):
     """
 
     def __init__(self, engine: bytes, name: str, device: torch.device | str) -> None:
-        """Load the bytes of a plan for this machine. PlanError if TensorRT refuses it, RuntimeError without memory."""
+        """Load the bytes of a plan for this machine. RuntimeError if TensorRT refuses it, or without memory."""
         trt = tensorrt()
         self.name = name
         self._device = torch.device(device)
@@ -179,7 +158,7 @@ class TensorRTNetwork(Network):
             self._runtime = trt.Runtime(self._log)
             self._engine = self._runtime.deserialize_cuda_engine(engine)
             if self._engine is None:
-                raise PlanError(f"TensorRT refuses the plan of {name}: {self._log.reason()}; build it again")
+                raise RuntimeError(f"TensorRT refuses the plan of {name}: {self._log.reason()}; build it again")
             self._context = self._engine.create_execution_context()
         if self._context is None:
             raise RuntimeError(f"{name}: no memory for a TensorRT context: {self._log.reason()}")
@@ -195,9 +174,9 @@ class TensorRTNetwork(Network):
 
     @classmethod
     def load(cls, workload: Workload, model_dir: str | Path, device: torch.device | str) -> "TensorRTNetwork":
-        """Load the plan of `workload`. PlanError if none fits this machine, ImportError without TensorRT."""
-        plan = Plan.of(workload, model_dir, machine(device))
-        return cls(plan.read(), f"{workload.onnx} ({workload.use})", device)
+        """Load the plan of `workload`. RuntimeError if none fits this machine, ImportError without TensorRT."""
+        plan = read_plan(plan_file(workload, model_dir, machine(device)))
+        return cls(plan, f"{workload.onnx} ({workload.use})", device)
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         check_shapes(self.limits, inputs)

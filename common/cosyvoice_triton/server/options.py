@@ -24,6 +24,7 @@ from cosyvoice_triton.config import (
     has_gpu,
     parse_setting,
 )
+from cosyvoice_triton.demo_checkpoint import STACKS as DEMO_STACKS
 from cosyvoice_triton.server import gpus
 
 Device = Literal["auto", "cpu", "gpu"]
@@ -114,6 +115,25 @@ class StackOptions:
         if self.llm_transport == "triton":
             needed.append(self.engine_dir)
         return [path for path in needed if not path.exists()]
+
+    def require_files(self) -> None:
+        """Raise ValueError naming the first missing file and the command that makes it."""
+        if missing := self.missing_files():
+            raise ValueError(f"{missing[0]} is missing; {self.remedy(missing[0])}")
+
+    def remedy(self, missing: Path) -> str:
+        """Return the command that makes a missing part of the checkpoint."""
+        prepare, models = "cosyvoice-triton prepare", self.models_dir
+        if missing == self.engine_dir and self.llm_backend == "tensorrtllm":
+            return f"run: {prepare} engine {models} --stack {self.stack} (in NVIDIA's image, see docs/llm.md)"
+        if missing == self.engine_dir and self.tokenizer_dir.exists():
+            instead = "leave --llm-engine-dir out and " if self.llm_engine_dir else ""
+            return f"{instead}run: {prepare} engine {models} --stack {self.stack} --kind onnxruntime_genai"
+        if stacks.named(self.stack) in DEMO_STACKS:
+            other = f"for the demo checkpoint: {prepare} demo {models} --stack {self.stack}"
+        else:
+            other = f"for random weights, in a clone: python -m tests.random_weights {models}-random"
+        return f"for the official files run: {prepare} download {models} --stack {self.stack}; {other}"
 
     def config(self, kind: type[ConfigT]) -> ConfigT:
         """Return the settings of a model of the stack, as it reads them from its rendering. ValueError for a setting

@@ -16,11 +16,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import FrameType
 from typing import Literal
-from urllib.parse import urlsplit
 
 from cosyvoice_triton.addresses import join
 from cosyvoice_triton.monitoring import metrics
@@ -36,14 +34,14 @@ REPORT_SECONDS = 5.0
 LISTEN_POLL_SECONDS = 0.1
 
 
-class _Pages6(ThreadingHTTPServer):
-    address_family = socket.AF_INET6
-
-
-class HealthPage:
+class HealthPage(ThreadingHTTPServer):
     """`with HealthPage(server, host, port) as health:`; it reports `health.state`. Port 0: any free one."""
 
+    daemon_threads = True
+
     def __init__(self, server: TritonServer, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
         self.state: State = "loading"
         self._server = server
         self.pages: dict[str, Callable[[], tuple[int, str]]] = {
@@ -51,18 +49,16 @@ class HealthPage:
             "/ready": self.readiness,
             "/metrics": lambda: (200, metrics.page(server.metrics_directory)),
         }
-        self._pages = (_Pages6 if ":" in host else ThreadingHTTPServer)((host, port), self._handler())
-        self._pages.daemon_threads = True
-        self.url = join(host, self._pages.server_port)
-        self._thread = threading.Thread(target=self._pages.serve_forever, name="health", daemon=True)
+        self.url = join(host, self.server_port)
+        self._thread = threading.Thread(target=self.serve_forever, name="health", daemon=True)
 
     def __enter__(self) -> "HealthPage":
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._pages.shutdown()
-        self._pages.server_close()
+        self.shutdown()
+        self.server_close()
         self._thread.join()
 
     def readiness(self) -> tuple[int, str]:
@@ -75,36 +71,33 @@ class HealthPage:
             return 200, "\n".join(["ready", *self._server.watch.lost.values()])
         return 503, "unanswering" if self.state == "ready" else self.state  # it may have changed meanwhile
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        page = self
 
-        class Handler(BaseHTTPRequestHandler):
-            timeout = 5  # seconds, for callers that send nothing
+class _Handler(BaseHTTPRequestHandler):
+    server: HealthPage
+    timeout = 5  # seconds, for callers that send nothing
 
-            def do_OPTIONS(self) -> None:
-                self.send_response(204)
-                self.send_header("Allow", "GET, HEAD, OPTIONS")
-                self.end_headers()
+    def do_OPTIONS(self) -> None:
+        self.send_response(204)
+        self.send_header("Allow", "GET, HEAD, OPTIONS")
+        self.end_headers()
 
-            def do_GET(self) -> None:
-                if self.path not in page.pages:
-                    status, text = 404, f"no page {self.path[:80]!r}; pages: {' '.join(page.pages)}"
-                else:
-                    status, text = page.pages[self.path]()
-                body = f"{text.rstrip()}\n".encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "text/plain; charset=utf-8")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                if self.command == "GET":
-                    self.wfile.write(body)
+    def do_GET(self) -> None:
+        if self.path not in self.server.pages:
+            status, text = 404, f"no page {self.path[:80]!r}; pages: {' '.join(self.server.pages)}"
+        else:
+            status, text = self.server.pages[self.path]()
+        body = f"{text.rstrip()}\n".encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
 
-            do_HEAD = do_GET  # noqa: N815 - a name of the base class
+    do_HEAD = do_GET  # noqa: N815 - a name of the base class
 
-            def log_message(self, format: str, *args: object) -> None:
-                """Log nothing: there is a probe every second."""
-
-        return Handler
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing: there is a probe every second."""
 
 
 def drain(server: TritonServer, health: HealthPage, notice: float, limit: float) -> int:
@@ -142,27 +135,6 @@ def drain(server: TritonServer, health: HealthPage, notice: float, limit: float)
     return live
 
 
-@dataclass(frozen=True)
-class Companion:
-    """A service that runs next to tritonserver. `title` and `url` are announced.
-
-    start: takes the running server. The event that it yields is set if the service ends by itself, which also sends
-    this process SIGTERM.
-    """
-
-    title: str
-    url: str
-    start: Callable[[TritonServer], contextlib.AbstractContextManager[threading.Event]]
-
-    def listens(self) -> bool:
-        address = urlsplit(self.url)
-        try:
-            socket.create_connection((address.hostname or "", address.port or 0), 1.0).close()
-        except OSError:
-            return False
-        return True
-
-
 class Terminated(BaseException):
     """SIGTERM was received."""
 
@@ -184,37 +156,45 @@ def serve(
     announce: Callable[[str], None],
     notice_seconds: float,
     drain_seconds: float,
-    companion: Companion | None = None,
+    speech_port: int | None = None,
+    speech: contextlib.AbstractContextManager[threading.Event] | None = None,
 ) -> None:
     """Start `server` and its health page; return after SIGTERM, when the running requests have ended.
 
-    announce: called with the addresses when everything is ready. notice_seconds, drain_seconds: see `supervisor.drain`.
-    ServerError if the health page's port is in use, or tritonserver or the companion ended unexpectedly.
+    announce: called with the addresses when everything is ready. notice_seconds, drain_seconds: see `drain`. speech:
+    runs the speech service on `speech_port`; the event is set if it ends by itself, which also sends this process
+    SIGTERM. ServerError if the health page's port is in use, or tritonserver or the speech service ended unexpectedly.
     """
     if health_port:
         require_free(health_port, server.host)
-    service = contextlib.nullcontext(threading.Event()) if companion is None else companion.start(server)
     page = HealthPage(server, server.host, health_port)
-    with page as health, mps.shared_gpu(server.repository), server, service as companion_ended:
+    service = speech or contextlib.nullcontext(threading.Event())
+    with page as health, mps.shared_gpu(server.repository), server, service as speech_ended:
         try:
-            while companion is not None and not companion.listens() and not companion_ended.wait(LISTEN_POLL_SECONDS):
+            while speech_port and not _listens(server.host, speech_port) and not speech_ended.wait(LISTEN_POLL_SECONDS):
                 pass
             health.state = "ready"
-            announce("\n".join(_addresses(server, health, companion)))
+            announce("\n".join(_addresses(server, health, speech_port)))
             server.wait()
         except Terminated:
             drain(server, health, notice_seconds, drain_seconds)
-            if companion is not None and companion_ended.is_set():
-                raise ServerError(f"the {companion.title} service ended unexpectedly") from None
+            if speech_ended.is_set():
+                raise ServerError("the speech service ended unexpectedly") from None
             return
         finally:
             health.state = "stopping"
         raise ServerError(f"tritonserver was stopped by another process; see {server.log_file}")
 
 
-def _addresses(server: TritonServer, health: HealthPage, companion: Companion | None) -> Iterator[str]:
+def _listens(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), 1.0):
+        return True
+    return False
+
+
+def _addresses(server: TritonServer, health: HealthPage, speech_port: int | None) -> Iterator[str]:
     yield f"ready: http {server.http_url}  grpc {server.grpc_url}  metrics {server.metrics_url}/metrics"
     yield f"health {health.url}/ready"
-    if companion is not None:
-        yield f"{companion.title} and its page {companion.url}/"
+    if speech_port:
+        yield f"speech and its page http://{join(server.host, speech_port)}/"
     yield "Ctrl-C to stop"

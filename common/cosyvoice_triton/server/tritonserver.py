@@ -25,8 +25,13 @@ from pathlib import Path
 from cosyvoice_triton.addresses import join
 from cosyvoice_triton.constants import CALL_THREADS, GRPC_PORT, HTTP_PORT, METRICS_PORT
 from cosyvoice_triton.monitoring import metrics
-from cosyvoice_triton.monitoring.environment import ModelEnvironment, tritonserver_environment
-from cosyvoice_triton.monitoring.health import STACKS_SIGNAL, DrainFile
+from cosyvoice_triton.monitoring.environment import (
+    DRAIN_FILE,
+    GRPC_ADDRESS,
+    METRICS_DIRECTORY,
+    tritonserver_environment,
+)
+from cosyvoice_triton.monitoring.health import STACKS_SIGNAL, Notice
 from cosyvoice_triton.replicas import first_replica
 from cosyvoice_triton.server.installation import Installation, ServerError, compile_library, work_directory
 from cosyvoice_triton.server.logs import MAX_BYTES, LogRotation, failure
@@ -168,9 +173,9 @@ class TritonServer:
         self.log_file = log_file or self._work / "server.log"
         self._rotation = LogRotation(self.log_file)
         self.metrics_directory = self._work / "metrics"  # of our models, see monitoring/metrics.py
-        self._environment = ModelEnvironment(
-            metrics_directory=self.metrics_directory, drain_file=self._work / "draining", grpc_address=self.grpc_url
-        )
+        self._drain = Notice(self._work / "draining")
+        paths = {METRICS_DIRECTORY: self.metrics_directory, DRAIN_FILE: self._drain.path}
+        self._variables = {name: str(path) for name, path in paths.items()} | {GRPC_ADDRESS: self.grpc_url}
         self._shm_prefix = f"tts_{uuid.uuid4().hex[:12]}_"
         self._process: subprocess.Popen[bytes] | None = None
         self._sweeper: subprocess.Popen[bytes] | None = None
@@ -202,7 +207,7 @@ class TritonServer:
         backends = installation.backend_directory(self._work)
         self.metrics_directory.mkdir()
         (self._work / "models").symlink_to(self.repository.resolve())  # its backend cuts paths at blanks
-        DrainFile(self._environment.drain_file).reserve()
+        self._drain.reserve()
         command = [str(installation.binary), *self._options(backends, installation.caches)]
         with ExitStack() as files:
             self._rotation.rotate()  # what an earlier server wrote before it ended
@@ -212,7 +217,7 @@ class TritonServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=tritonserver_environment(self._environment, installation.libraries, compile_library(self._work)),
+                env=tritonserver_environment(self._variables, installation.libraries, compile_library(self._work)),
                 start_new_session=True,
             )
         sweep = ("/bin/sh", SWEEP, self._process.pid, self._shm_prefix, STOP_SECONDS, self._work)
@@ -267,7 +272,7 @@ class TritonServer:
 
     def refuse_new(self) -> None:
         """Let the orchestrators answer new requests with UNAVAILABLE from now on; running ones continue."""
-        DrainFile(self._environment.drain_file).give()
+        self._drain.give()
 
     def live_requests(self) -> int:
         """Count the requests in progress, as of half a second ago. Raise ServerError if the server has ended."""

@@ -7,7 +7,7 @@ one process they share Python's interpreter lock, which is why a server gives ea
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -70,22 +70,18 @@ def send_to(service: Token2WavService) -> Send:
     """Return what sends requests to a service of this process. They arrive in the order in which they were sent."""
 
     async def send(sequence: int, request: Token2WavRequest) -> np.ndarray:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[np.ndarray] = loop.create_future()
+        answer: Future[np.ndarray] = Future()
 
-        def resolve(result: np.ndarray | BaseException) -> None:
-            if answer.done():  # cancelled
+        def reply(result: np.ndarray | BaseException) -> None:
+            if not answer.set_running_or_notify_cancel():
                 return
             if isinstance(result, BaseException):
                 answer.set_exception(result)
             else:
                 answer.set_result(result)
 
-        def reply(result: np.ndarray | BaseException) -> None:
-            loop.call_soon_threadsafe(resolve, result)
-
         service.submit(request, reply)
-        return await answer
+        return await asyncio.wrap_future(answer)
 
     return send
 

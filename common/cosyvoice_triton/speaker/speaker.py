@@ -20,7 +20,6 @@ from cosyvoice_triton.monitoring.logs import timed
 from cosyvoice_triton.orchestrator.report import Events
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.prepare import steps
-from cosyvoice_triton.prepare.missing import require_files
 from cosyvoice_triton.server.options import StackOptions, planned
 from cosyvoice_triton.speaker.engines import LocalPromptEncoder, load_pipeline, load_token2wav, port_of
 from cosyvoice_triton.text.pronunciation import pronunciations
@@ -65,7 +64,7 @@ class Speaker:
 
     def _load(self, options: StackOptions, closing: ExitStack) -> None:
         chosen, _ = planned(options)
-        require_files(chosen)
+        chosen.require_files()
         llm = chosen.config(TensorrtLLMConfig) if chosen.llm_transport == "triton" else None
         speech = chosen.config(OrchestratorConfig)
         stack, config = stacks.named(chosen.stack), chosen.config(Token2WavConfig)

@@ -9,8 +9,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from cosyvoice_triton.addresses import join
-from cosyvoice_triton.server.serving import Companion
 from cosyvoice_triton.server.tritonserver import require_free, uninterrupted
 
 STOP_SECONDS = 40.0  # longer than the service waits for its own streams (command.DRAIN_SECONDS)
@@ -63,10 +61,3 @@ def _running(triton: str, voices: Path, host: str, port: int) -> Iterator[thread
                 service.kill()  # no effect if it has ended
                 service.wait()
                 reaper.communicate(b"\n")
-
-
-def speech_sidecar(voices: Path, host: str, port: int) -> Companion:
-    """Return the speech service as a companion of `cosyvoice_triton.server.serving.serve`."""
-    return Companion(
-        "speech", f"http://{join(host, port)}", lambda server: speech_service(server.grpc_url, voices, host, port)
-    )

@@ -17,7 +17,7 @@ from tritonclient.utils import np_to_triton_dtype
 
 from cosyvoice_triton.addresses import ENDED_EARLY, channel_options
 from cosyvoice_triton.errors import UnavailableError
-from cosyvoice_triton.monitoring.environment import ModelEnvironment
+from cosyvoice_triton.monitoring.environment import grpc_address
 from cosyvoice_triton.triton_io.errors import exception_of
 
 
@@ -28,7 +28,7 @@ class Streams:
         """Make the streams. outputs: names of the outputs to request."""
         self._model = model
         self._outputs = [InferRequestedOutput(name) for name in outputs]
-        self._address = ModelEnvironment.read().grpc_address
+        self._address = grpc_address()
         self._connection: triton.InferenceServerClient | None = None  # created in the loop that uses it
 
     async def ask(
