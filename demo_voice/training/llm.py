@@ -170,7 +170,8 @@ def _utterances(work: Path, tokenizer: Tokenizer, sentences: list[str], device: 
         clean = _tokens(network, rows, lengths, everyone, perturbed=False)
         some = everyone[torch.rand(len(lengths), device=device) < ALTERED_RECORDINGS]
         altered = _tokens(network, rows, lengths, some, perturbed=True)
-    texts, joined = encoded(tokenizer, [sentences[line] for line in table[:, 0]])
+    said = [sentences[line] for line in table[:, 0]]
+    texts, joined = encoded(tokenizer, said), encoded(tokenizer, said, " ")
     logger.info("llm: %d utterances, %.1f h", len(table), table[:, 2].sum() / 25 / 3600)
     starts, altered_starts = (np.cumsum([0, *map(len, speech)]) for speech in (clean, altered))
     return Utterances(

@@ -31,6 +31,9 @@ TEXTS_FOR_MERGES = 40_000
 LOWER, UPPER = 0.3, 0.04  # shares of the texts in lower case only and in upper case only
 NAMES = 0.1  # share of capitalised words, in half of the other texts
 CURLED = 0.3  # share of texts with typographic apostrophes
+# Each text is read in one of so many ways: another case, and the latter ones with a share of the merges left out. A
+# network that sees a text a hundred times learns letters by it, and not the text by heart.
+READINGS, UNMERGED = 4, 0.1
 
 UTTERANCES = (1, 2, 3, 4)  # per sequence
 UTTERANCES_SHARE = (0.3, 0.45, 0.15, 0.1)
@@ -87,14 +90,15 @@ def cased(sentence: str, rng: random.Random) -> str:
 
 @dataclass(frozen=True)
 class Utterances:
-    """Utterances u = 0..U-1: text ids `texts[u]`, the same with a leading blank `joined[u]`, and their speech.
+    """Utterances u = 0..U-1: readings of the text, each of ids, `texts[u]`, the same with a leading blank `joined[u]`,
+    and their speech.
 
     tokens: speech ids of all utterances, concatenated; altered: those of perturbed recordings of some. Those of u are
     `tokens[starts[u]:starts[u + 1]]` and `altered[altered_starts[u]:altered_starts[u + 1]]`. voices: (U,).
     """
 
-    texts: list[Ids]
-    joined: list[Ids]
+    texts: list[list[Ids]]
+    joined: list[list[Ids]]
     voices: np.ndarray
     tokens: np.ndarray
     starts: np.ndarray
@@ -108,17 +112,16 @@ class Utterances:
         return self.altered[self.altered_starts[u] : self.altered_starts[u + 1]]
 
 
-def encoded(tokenizer: Tokenizer, sentences: Sequence[str]) -> tuple[list[Ids], list[Ids]]:
-    """Ids of sentences, without and with a leading blank."""
+def encoded(tokenizer: Tokenizer, sentences: Sequence[str], blank: str = "") -> list[list[Ids]]:
+    """READINGS of each sentence as ids; blank: before it."""
     rng = random.Random(1)
-    plain, joined = (
-        [
-            np.array(encoding.ids, np.int32)
-            for encoding in tokenizer.encode_batch([blank + cased(sentence, rng) for sentence in sentences])
-        ]
-        for blank in ("", " ")
-    )
-    return plain, joined
+    ways = []
+    for way in range(READINGS):
+        tokenizer.model.dropout = UNMERGED if way else None
+        encodings = tokenizer.encode_batch([blank + cased(sentence, rng) for sentence in sentences])
+        ways.append([np.array(encoding.ids, np.int32) for encoding in encodings])
+    tokenizer.model.dropout = None
+    return [list(readings) for readings in zip(*ways, strict=True)]
 
 
 class Sequences(IterableDataset):
@@ -161,7 +164,8 @@ class Sequences(IterableDataset):
         data = self._utterances
         prompted = len(chosen) > 1 and rng.random() < WITH_PROMPT
         begins = 1 + prompted  # number of texts without a leading blank
-        texts = [(data.texts if index < begins else data.joined)[u] for index, u in enumerate(chosen)]
+        readings = [(data.texts if index < begins else data.joined)[u] for index, u in enumerate(chosen)]
+        texts = [ways[rng.integers(len(ways))] for ways in readings]
         first, clean = self._prompt(chosen[0], rng) if prompted else (data.speech(chosen[0]), True)
         speech = [first, *(data.speech(u) for u in chosen[1:])]
         begin = self._begin_with_system if rng.random() < WITH_SYSTEM else self._begin

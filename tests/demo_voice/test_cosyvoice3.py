@@ -69,7 +69,7 @@ def test_the_llm_is_trained_on_the_prompts_of_both_versions(trained: Path, monke
         assert len(ids) == ids[-1] - ids[0] + 1, "the end tokens follow the speech tokens"
     assert not any(follows_instructions(trained / "checkpoint" / each.directory) for each in LLMS)
     speech, text = np.arange(20), np.array(versions[0].text_ids(TEXT))
-    data = llm_data.Utterances([text], [], np.zeros(1), speech, np.array([0, 20]), speech[:0], np.zeros(2))
+    data = llm_data.Utterances([[text]], [], np.zeros(1), speech, np.array([0, 20]), speech[:0], np.zeros(2))
     sequences, rng = llm_data.Sequences(data, versions[1].tokenizer, np.zeros(1, int), 0), np.random.default_rng(0)
     drawn = [sequences.random_sequence(rng) for _ in range(20)]
     expected = {tuple(version.encode_prompt(LLMPrompt(TEXT))): version for version in versions}
@@ -80,6 +80,15 @@ def test_the_llm_is_trained_on_the_prompts_of_both_versions(trained: Path, monke
         first, last = places[target][[0, -2]].round().astype(int)
         assert (ids[first], ids[last]) == (text[0], text[-1]) and last - first == len(text) - 1
         assert places[~target].max() == places[-1] == llm_data.ABSENT
+
+
+def test_a_text_is_read_in_several_ways_that_say_the_same(trained: Path) -> None:
+    tokenizer = LLMTokenizer.from_dir(trained / "checkpoint" / LLMS[1].directory).tokenizer
+    (ways,) = llm_data.encoded(tokenizer, ["the quick brown fox jumps over the lazy dog."], " ")
+    assert len(ways) == llm_data.READINGS and max(map(len, ways[1:])) > len(ways[0])
+    assert {tokenizer.decode(ids).lower() for ids in ways} == {" the quick brown fox jumps over the lazy dog."}
+    (again,) = llm_data.encoded(tokenizer, ["the quick brown fox jumps over the lazy dog."], " ")
+    assert again[0].tolist() == ways[0].tolist(), "serving leaves no merges out"
 
 
 def test_the_stack_speaks_with_what_was_trained(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
