@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from async_timeout import timeout
@@ -20,6 +20,7 @@ from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.interface import URGENT_TOKENS, LengthRatios, LLMPrompt, Sampling, Timeouts, TokenChunk
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.monitoring import tracing
+from cosyvoice_triton.scalars import scalar
 
 Tensors = Mapping[str, np.ndarray]
 NumberT = TypeVar("NumberT", int, float)
@@ -115,15 +116,6 @@ def generation_request(
         bool(_parameter(parameters, "played", int, 0)),
         _silent_ids(parameters),
     )
-
-
-def scalar(tensors: Tensors, name: str, default: object = None) -> Any:
-    """Return the only element of a tensor as a Python value; `default` if there is no such tensor."""
-    if name not in tensors:
-        return default
-    if tensors[name].size != 1:
-        raise ValueError(f"{name} must hold one value, not {tensors[name].size} (shape {list(tensors[name].shape)})")
-    return tensors[name].reshape(-1)[0].item()
 
 
 def output_tensors(tokens: Sequence[int]) -> dict[str, np.ndarray]:

@@ -7,6 +7,7 @@ requests.py   inputs and outputs; requests answered at once, later by a thread, 
 """
 
 from cosyvoice_triton.monitoring import logs
+from cosyvoice_triton.scalars import scalar
 from cosyvoice_triton.triton_io.calls import call
 from cosyvoice_triton.triton_io.errors import error_response
 from cosyvoice_triton.triton_io.requests import (
@@ -20,7 +21,6 @@ from cosyvoice_triton.triton_io.requests import (
     read_all,
     require,
     respond_batch,
-    scalar,
     to_response,
     to_tensor,
 )

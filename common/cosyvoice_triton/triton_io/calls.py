@@ -23,7 +23,7 @@ from cosyvoice_triton.triton_io.requests import to_tensor
 
 # Calls whose caller no longer waits. Triton 2.51 cannot cancel a call, so it occupies its thread until the other model
 # has answered.
-_abandoned: set["_Call"] = set()
+_abandoned: set[Future[Any]] = set()
 MAX_ABANDONED = CALLS_AT_ONCE // 2  # far above the few that cancelled streams leave for a moment
 _idle: list["_Worker"] = []  # threads waiting for the next call: reusing one is faster than starting one
 MAX_IDLE = 64
@@ -124,7 +124,6 @@ class _Call:
     function: Callable[[], Any]
     slots: CallSlots
     future: Future[Any] = field(default_factory=Future)
-    done: bool = False
 
 
 class _Worker(threading.Thread):
@@ -144,8 +143,6 @@ class _Worker(threading.Thread):
             except BaseException as error:
                 call.future.set_exception(error)
             finally:
-                call.done = True
-                _abandoned.discard(call)
                 call.slots.release()
             del call  # an idle thread must not keep its answer
             if len(_idle) >= MAX_IDLE:
@@ -173,6 +170,5 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
     try:
         return await asyncio.wrap_future(call.future)
     finally:
-        _abandoned.add(call)
-        if call.done:  # checked after adding it, because it may end at any time
-            _abandoned.discard(call)
+        _abandoned.add(call.future)
+        call.future.add_done_callback(_abandoned.discard)  # at once if it has ended

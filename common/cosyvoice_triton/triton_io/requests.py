@@ -53,21 +53,6 @@ def require(request: Any, name: str) -> np.ndarray:
     return array
 
 
-def scalar(sent: Mapping[str, np.ndarray], name: str) -> Any:
-    """Return the single element of the input `name` as a Python value, a string decoded from UTF-8; None if it is not
-    among those `sent`."""
-    array = sent.get(name)
-    if array is None:
-        return None
-    if array.size != 1:
-        raise ValueError(f"{name} must hold one value, not {array.size} (shape {list(array.shape)})")
-    value = array.reshape(-1)[0]
-    try:
-        return value.item() if array.dtype != object else value.decode() if isinstance(value, bytes) else value
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from None
-
-
 def parameters(request: Any) -> dict[str, Any]:
     """Return the request parameters: strings, numbers and booleans by name."""
     return dict(json.loads(request.parameters() or "{}"))

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from cosyvoice_triton import constants
+from cosyvoice_triton.scalars import scalar
 from cosyvoice_triton.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
@@ -143,11 +143,11 @@ def read_request(
 
     Raises ValueError naming what is missing or malformed.
     """
-    speed = float(_one(tensors, "speed")) if "speed" in tensors else 1.0
+    speed = float(scalar(tensors, "speed", 1.0))
     if not constants.MIN_SPEED <= speed <= constants.MAX_SPEED:
         raise ValueError(f"speed {speed} is not in {constants.MIN_SPEED}..{constants.MAX_SPEED}")
-    offset = int(_one(tensors, "token_offset")) if "token_offset" in tensors else None
-    final = bool(_one(tensors, "finalize")) if "finalize" in tensors else None
+    offset: int | None = scalar(tensors, "token_offset")
+    final: bool | None = scalar(tensors, "finalize")
     opens: bool | None = start
     stream_id = f"sequence {correlation_id}"
     if not correlation_id:
@@ -170,7 +170,7 @@ def read_request(
 
 
 def _audio_left(tensors: Tensors) -> float:
-    seconds = float(_one(tensors, "audio_left"))
+    seconds = float(scalar(tensors, "audio_left"))
     if not 0 <= seconds <= MAX_AUDIO_LEFT:  # also what is not a number
         raise ValueError(
             f"audio_left {seconds} is not in 0..{MAX_AUDIO_LEFT:g}, the seconds of audio that a listener still has"
@@ -190,16 +190,10 @@ def _target(tensors: Tensors, first_speech_id: int) -> np.ndarray:
     return tokens
 
 
-def _one(tensors: Tensors, name: str) -> Any:
-    array = _require(tensors, name)
-    if array.size != 1:
-        raise ValueError(f"{name} must hold one value, not {array.size} (shape {list(array.shape)})")
-    return array.reshape(-1)[0]
-
-
 def _ids(tensors: Tensors, name: str, first_speech_id: int) -> np.ndarray:
     """Convert ids (1, n) in the LLM's vocabulary to (n,) int64 in 0..6560."""
-    array = _require(tensors, name)
+    if (array := tensors.get(name)) is None:
+        raise ValueError(f"{name} is missing")
     if array.ndim != 2 or array.shape[0] != 1:
         raise ValueError(f"{name} must have the shape [1, n], not {list(array.shape)}")
     return array[0].astype(np.int64) - first_speech_id
@@ -223,9 +217,3 @@ def _prompt(tensors: Tensors, first_speech_id: int) -> Prompt | None:
         mel.reshape(-1, mel.shape[-1]).astype(np.float32),  # (1, T, 80) -> (T, 80)
         embedding.reshape(-1).astype(np.float32),  # (1, 192) -> (192,)
     )
-
-
-def _require(tensors: Tensors, name: str) -> np.ndarray:
-    if name not in tensors:
-        raise ValueError(f"{name} is missing")
-    return tensors[name]
