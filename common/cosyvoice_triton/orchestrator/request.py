@@ -37,12 +37,13 @@ _SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
     "ras_tau": float,
 }
 
-# Flags of requests for speech and for a conversion, and of those for speech alone, with their defaults; what else a
-# request may have.
+# Flags of requests for speech and for a conversion, of those for speech alone, and of how a text is read, with their
+# defaults; what else a request may have.
 _FLAGS = {"timeline": False, "segments": False, "played": True, "trim_reference": False}
-_FLAGS_OF_TEXTS = {"cross_lingual": False, "text_frontend": True, "carry_tone": False, **dict.fromkeys(SPELLING, True)}
+_FLAGS_OF_SPEECH = {"cross_lingual": False, "carry_tone": False}
+_FLAGS_OF_READING = dict.fromkeys(("text_frontend", *SPELLING), True)
 _OTHERS = ("trim_silence", "retry_bad_answers", "language", "pronunciation", "duration", "sampling", "speed")
-_PARAMETERS = {*_SAMPLING_KINDS, *_FLAGS, *_FLAGS_OF_TEXTS, *_OTHERS, TRACEPARENT}
+_PARAMETERS = {*_SAMPLING_KINDS, *_FLAGS, *_FLAGS_OF_SPEECH, *_FLAGS_OF_READING, *_OTHERS, TRACEPARENT}
 _TRITONS_OWN = "triton_"  # start of parameters that Triton and its clients add
 
 
@@ -147,7 +148,7 @@ class RequestRules:
         sampling, words = sampling_of(given, self.sampling), given.get("pronunciation")
         retry = self.retry_bad_answers and not sampling.repeatable
         own = {"trim_silence": self.trim_silence, "retry_bad_answers": retry}
-        flags = _flags(given, _FLAGS | _FLAGS_OF_TEXTS | own)
+        flags, reading = _flags(given, _FLAGS | _FLAGS_OF_SPEECH | own), _flags(given, _FLAGS_OF_READING)
         if instruct_text and flags["cross_lingual"]:
             raise ValueError(f"cross_lingual with the instruct_text {instruct_text!r}: use one of the two")
         target_text, marked = without_duration(target_text)
@@ -163,24 +164,17 @@ class RequestRules:
             target_text=target_text if pieces is None else "",
             voice=voice,
             instruct_text=instruct_text,
-            cross_lingual=flags["cross_lingual"],
-            normalize=flags["text_frontend"],
-            as_is=frozenset(filterfalse(flags.__getitem__, SPELLING)),
+            normalize=reading["text_frontend"],
+            as_is=frozenset(filterfalse(reading.__getitem__, SPELLING)),
             language=named(str(given.get("language", "")), self.languages) or "",
             # The speech service sends those of a voice and of its folder with the request's own.
             pronunciation=pronunciations(words, max_words=3 * MAX_WORDS) if words is not None else {},
             sampling=sampling,
             max_tokens=sampling.max_tokens if "max_tokens" in given else None,
-            trim_silence=flags["trim_silence"],
-            retry_bad_answers=flags["retry_bad_answers"],
             pieces=pieces,
-            carry_tone=flags["carry_tone"],
             speed=speed,
             duration=_duration(given, marked, live=pieces is not None),
-            timeline=flags["timeline"],
-            segments=flags["segments"],
-            played=flags["played"],
-            trim_reference=flags["trim_reference"],
+            **flags,
         )
 
     def _require_lengths(self, texts: Mapping[str, str | None], parameters: Mapping[str, Any]) -> None:
