@@ -2,8 +2,11 @@
 
 It is trained on the utterances of `speech` and `more_speech`, many of them also as perturbed recordings (see
 llm_data.py). Dropout, and random replacement of 8 % of the speech tokens in its input, limit overfitting; the
-replacements also train it to recover from badly sampled tokens. Two of its heads are shown where the text of each
-speech token is, about: a small network that has to find that by itself leaves words out and repeats them.
+replacements also train it to recover from badly sampled tokens.
+
+A small network that has to find its place in the text by itself leaves words out and repeats them, so two of its heads
+are shown where the text of each speech token is, about. Another loss is that of the token's phones: those are right or
+wrong, while many tokens would do.
 """
 
 import json
@@ -15,18 +18,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from cosyvoice_triton.constants import SPEECH_VOCAB
 from cosyvoice_triton.networks.speech_tokenizer import SpeechTokenizer, token_ids
 from cosyvoice_triton.stacks import TokenizerRules
 from cosyvoice_triton.voice.features import log_mel
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from demo_voice.training import tokenizer as speech_tokenizer
-from demo_voice.training.dataset import INT16_SCALE, TOKEN_SAMPLES, by_length
+from demo_voice.training.dataset import INT16_SCALE, TOKEN_PHONES, TOKEN_SAMPLES, by_length
 from demo_voice.training.features import FASTEST, SLOWEST, as_recorded, at_speed, recorded
-from demo_voice.training.llm_data import ABSENT, Batch, Sequences, Utterances, encoded, text_tokenizer
+from demo_voice.training.llm_data import ABSENT, UNKNOWN_PHONE, Batch, Sequences, Utterances, encoded, text_tokenizer
+from demo_voice.training.phonemes import PHONES
 from demo_voice.training.qwen2 import Qwen2
 from demo_voice.training.training import (
     CapturedStep,
@@ -47,11 +52,10 @@ SIZES = LLMSizes(hidden=256, layers=6, heads=8, kv_heads=2, mlp=512, tied=True, 
 PEAK_RATE, WEIGHT_DECAY = 2e-3, 0.05
 DROPOUT = 0.1
 REPLACED = 0.08
-# Weight of a loss that keeps logits near log probabilities, whose largest are near 0: a repetition penalty, which
-# divides logits, then changes likely tokens little.
-LOGIT_WEIGHT = 2e-3
-# Weight of the loss that guides two heads to the text of the next speech token, and how near is near, in text tokens.
-GUIDE_WEIGHT, NEAR = 0.1, 3.0
+# Of the losses. That of the size keeps logits near log probabilities, whose largest are near 0: a repetition penalty,
+# which divides logits, then changes likely tokens little.
+WEIGHTS = {"target": 1.0, "size": 2e-3, "guide": 0.1, "phones": 0.3}
+NEAR = 3.0  # text tokens: how near the guided heads are to be to the text of the next speech token
 # Factor on the exported logits: the server's default temperature suits the full-size LLM; a small one needs less.
 SHARPNESS = 1.35
 HELD_OUT = 256  # utterances
@@ -89,40 +93,52 @@ def fit(
 ) -> None:
     """Train for `seconds`. first_speech_id: id of <|s_0|>; batches, held_out: as from `Sequences`."""
     network.to(device).train()
-    optimizer = adamw(network.parameters(), PEAK_RATE, weight_decay=WEIGHT_DECAY)
+    phones = nn.Linear(SIZES.hidden, TOKEN_PHONES * len(PHONES), device=device)  # of the next token; for training only
+    optimizer = adamw([*network.parameters(), *phones.parameters()], PEAK_RATE, weight_decay=WEIGHT_DECAY)
     run = TrainingRun(path, seconds, network, [optimizer])
     given: dict[torch.Size, Batch] = {}  # input buffers of captured steps
 
     def train_step(shape: torch.Size) -> dict[str, Tensor]:
-        loss, size, guide = losses(network, _damaged(given[shape][0], first_speech_id), *given[shape])
-        descend(loss + LOGIT_WEIGHT * size + GUIDE_WEIGHT * guide, optimizer, clip=1.0)
-        return {"target": loss.detach(), "size": size.detach(), "guide": guide.detach()}
+        found = losses(network, phones, _damaged(given[shape][0], first_speech_id), *given[shape])
+        descend(torch.stack([WEIGHTS[name] * loss for name, loss in found.items()]).sum(), optimizer, clip=1.0)
+        return {name: loss.detach() for name, loss in found.items()}
 
     captured = CapturedStep(train_step, device)
     held = torch.zeros(())
     for step, _ in enumerate(run):
         if step % HELD_OUT_STEPS == 0:
-            held = _held_out_loss(network, held_out, device)
+            held = _held_out_loss(network, phones, held_out, device)
         batch = next(batches)
         shape = batch[0].shape
         if shape not in given:
-            ids, target, places = (tensor.to(device) for tensor in batch)
-            given[shape] = (ids, target, places)
+            ids, target, places, labels = (tensor.to(device) for tensor in batch)
+            given[shape] = (ids, target, places, labels)
         for buffer, tensor in zip(given[shape], batch, strict=True):
             buffer.copy_(tensor, non_blocking=True)
         run.losses(**captured(shape), held_out=held)
 
 
-def losses(network: Qwen2, read: Tensor, ids: Tensor, target: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross entropy of the target ids (B, L), given the ids read, the mean square of the log partition function, and
-    how far the guided heads are from the places (B, L) of the text: see `guidance`."""
-    seen: list[Tensor] = []
+def losses(
+    network: Qwen2, phones: nn.Linear, read: Tensor, ids: Tensor, target: Tensor, places: Tensor, labels: Tensor
+) -> dict[str, Tensor]:
+    """The losses of WEIGHTS, given the ids read (B, L); the others: see `Sequences`.
+
+    target: cross entropy of the target ids. size: mean square of the log partition function. guide: see `guidance`.
+    phones: cross entropy of the next token's phones.
+    """
     with autocast(ids.device):
-        logits = network(read[:, :-1], seen).float()
+        logits, features, attention = network(read[:, :-1])
+        heard = phones(features).unflatten(-1, (TOKEN_PHONES, len(PHONES))).float()
+    logits = logits.float()
     total = logits.logsumexp(-1)
     chosen = logits.gather(-1, ids[:, 1:, None])[..., 0]
     weight = target[:, 1:] / target[:, 1:].sum()
-    return ((total - chosen) * weight).sum(), (total.square() * weight).sum(), guidance(seen[0], places[:, 1:])
+    return {
+        "target": ((total - chosen) * weight).sum(),
+        "size": (total.square() * weight).sum(),
+        "guide": guidance(attention, places[:, 1:]),
+        "phones": F.cross_entropy(heard.flatten(0, 2), labels[:, 1:].flatten().long(), ignore_index=UNKNOWN_PHONE),
+    }
 
 
 def guidance(attention: Tensor, places: Tensor) -> Tensor:
@@ -145,10 +161,10 @@ def _damaged(ids: Tensor, first: int) -> Tensor:
 
 
 @torch.no_grad()
-def _held_out_loss(network: Qwen2, held_out: list[Batch], device: torch.device) -> Tensor:
+def _held_out_loss(network: Qwen2, phones: nn.Linear, held_out: list[Batch], device: torch.device) -> Tensor:
     network.eval()
     moved = [[tensor.to(device) for tensor in batch] for batch in held_out]
-    found = [losses(network, batch[0], *batch)[0] for batch in moved]
+    found = [losses(network, phones, batch[0], *batch)["target"] for batch in moved]
     network.train()
     return torch.stack(found).mean()
 
@@ -157,10 +173,12 @@ def _utterances(work: Path, tokenizer: Tokenizer, sentences: list[str], device: 
     """All utterances as tokens: those of `speech` and, if it exists, of `more_speech`."""
     network = speech_tokenizer.load(work, device)
     sources = [(np.load(work / "utterances.npy"), np.load(work / "audio.npy", mmap_mode="r"))]
+    phones = [np.load(work / "phones.npy")]
     for path in sorted((work / "more").glob("*.npy")):
         found = np.load(path)
         if len(found):
             sources.append((found, np.memmap(path.with_suffix(".audio"), np.int16, "r")))
+            phones.append(np.fromfile(path.with_suffix(".phones"), np.uint8))
     table = np.concatenate([found for found, _ in sources])
     # Both sources together, because utterances of equal length form batches.
     rows = torch.cat([torch.from_numpy(np.array(audio)).to(device) for _, audio in sources]).view(-1, TOKEN_SAMPLES)
@@ -175,7 +193,8 @@ def _utterances(work: Path, tokenizer: Tokenizer, sentences: list[str], device: 
     logger.info("llm: %d utterances, %.1f h", len(table), table[:, 2].sum() / 25 / 3600)
     starts, altered_starts = (np.cumsum([0, *map(len, speech)]) for speech in (clean, altered))
     return Utterances(
-        texts, joined, table[:, 1], np.concatenate(clean), starts, np.concatenate(altered), altered_starts
+        *(texts, joined, table[:, 1], np.concatenate(clean), starts, np.concatenate(altered), altered_starts),
+        phones=np.concatenate(phones).reshape(-1, TOKEN_PHONES),
     )
 
 

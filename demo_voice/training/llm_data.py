@@ -49,10 +49,11 @@ COSYVOICE2_NAMES = replace(COSYVOICE2, after_speech=("<|eos2|>", "<|eos1|>", "<|
 COSYVOICE2_SOS = COSYVOICE3.after_speech[COSYVOICE2_NAMES.after_speech.index(COSYVOICE2.sos)]
 
 ABSENT = -1.0
+UNKNOWN_PHONE = -100  # which a cross entropy ignores
 
 Ids = np.ndarray
-Row = tuple[Ids, np.ndarray, np.ndarray]
-Batch = tuple[Tensor, Tensor, Tensor]  # see Sequences
+Row = tuple[Ids, np.ndarray, np.ndarray, np.ndarray]
+Batch = tuple[Tensor, Tensor, Tensor, Tensor]  # see Sequences
 
 
 def text_tokenizer(sentences: Sequence[str]) -> Tokenizer:
@@ -94,7 +95,8 @@ class Utterances:
     and their speech.
 
     tokens: speech ids of all utterances, concatenated; altered: those of perturbed recordings of some. Those of u are
-    `tokens[starts[u]:starts[u + 1]]` and `altered[altered_starts[u]:altered_starts[u + 1]]`. voices: (U,).
+    `tokens[starts[u]:starts[u + 1]]` and `altered[altered_starts[u]:altered_starts[u + 1]]`. voices: (U,). phones: of
+    `tokens`, (T, 4).
     """
 
     texts: list[list[Ids]]
@@ -104,9 +106,13 @@ class Utterances:
     starts: np.ndarray
     altered: np.ndarray
     altered_starts: np.ndarray
+    phones: np.ndarray
 
     def speech(self, u: int) -> Ids:
         return self.tokens[self.starts[u] : self.starts[u + 1]]
+
+    def phones_of(self, u: int) -> np.ndarray:
+        return self.phones[self.starts[u] : self.starts[u + 1]]
 
     def altered_speech(self, u: int) -> Ids:
         return self.altered[self.altered_starts[u] : self.altered_starts[u + 1]]
@@ -125,8 +131,9 @@ def encoded(tokenizer: Tokenizer, sentences: Sequence[str], blank: str = "") -> 
 
 
 class Sequences(IterableDataset):
-    """Endless batches: ids (B, L) int64, which of them are targets (B, L) bool, and where in the sequence the text of
-    each speech token is, about (B, L) float32, ABSENT for other tokens; padded at the right.
+    """Endless batches: ids (B, L) int64, which of them are targets (B, L) bool, where in the sequence the text of each
+    speech token is, about (B, L) float32, ABSENT for other tokens, and the phones of the target speech tokens (B, L, 4)
+    int16, UNKNOWN_PHONE for other tokens; padded at the right.
 
     L takes few values, and each has one B.
     """
@@ -173,7 +180,10 @@ class Sequences(IterableDataset):
         ids = np.concatenate([*heads, *(part + self.first_speech_id for part in speech), self._end])
         target = np.zeros(len(ids), bool)
         target[sum(map(len, heads)) + (0 if clean else len(first)) :] = True
-        return ids, target, _places(len(begin), texts, speech)
+        phones = np.full((len(ids), data.phones.shape[1]), UNKNOWN_PHONE, np.int16)
+        targets = chosen if clean else chosen[1:]
+        phones[np.flatnonzero(target)[:-1]] = np.concatenate([data.phones_of(u) for u in targets])
+        return ids, target, _places(len(begin), texts, speech), phones
 
     def _fitting(self, chosen: np.ndarray) -> list[int]:
         """The first ones that together fit into MOST_SPEECH, at least one."""
@@ -226,9 +236,10 @@ def _padded_length(length: int) -> int:
 
 def _padded(rows: Sequence[Row], length: int) -> Batch:
     shape = (len(rows), length)
-    batch = (np.zeros(shape, np.int64), np.zeros(shape, bool), np.full(shape, ABSENT, np.float32))
+    batch: list[np.ndarray] = [np.zeros(shape, np.int64), np.zeros(shape, bool), np.full(shape, ABSENT, np.float32)]
+    batch.append(np.full((*shape, rows[0][3].shape[1]), UNKNOWN_PHONE, np.int16))
     for index, row in enumerate(rows):
         for padded, values in zip(batch, row, strict=True):
             padded[index, : len(values)] = values
-    ids, target, places = (torch.from_numpy(padded) for padded in batch)
-    return ids, target, places
+    ids, target, places, phones = (torch.from_numpy(padded) for padded in batch)
+    return ids, target, places, phones

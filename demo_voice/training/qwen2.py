@@ -25,9 +25,11 @@ class Qwen2(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def forward(self, ids: Tensor, seen: list[Tensor] | None = None) -> Tensor:
-        """ids (B, L) -> logits (B, L, vocabulary); causal. The attention of GUIDED is appended to `seen`."""
-        return F.linear(self.model(ids, seen), self.model.embed_tokens.weight)
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """ids (B, L) -> logits (B, L, vocabulary), the features (B, L, hidden) that they are made of, and the guided
+        heads' attention (B, GUIDED_HEADS, L, L) as logarithms; causal."""
+        features, attention = self.model(ids)
+        return F.linear(features, self.model.embed_tokens.weight), features, attention
 
 
 class _QwenBody(nn.Module):
@@ -38,13 +40,14 @@ class _QwenBody(nn.Module):
         self.norm = nn.RMSNorm(sizes.hidden, EPSILON)
         self._sizes, self._dropout = sizes, dropout
 
-    def forward(self, ids: Tensor, seen: list[Tensor] | None) -> Tensor:
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         x = F.dropout(self.embed_tokens(ids), self._dropout, self.training)
         head = self._sizes.hidden // self._sizes.heads
         turns = rotation(ids.shape[1], head, self._sizes.rope_theta, ids.device)
+        guided: list[Tensor] = []
         for index, layer in enumerate(self.layers):
-            x = layer(x, turns, seen if index == GUIDED_LAYER else None)
-        return self.norm(x)
+            x = layer(x, turns, guided if index == GUIDED_LAYER else None)
+        return self.norm(x), guided[0]
 
 
 class _QwenLayer(nn.Module):
@@ -56,8 +59,8 @@ class _QwenLayer(nn.Module):
         self.mlp = _QwenMLP(sizes)
         self._dropout = dropout
 
-    def forward(self, x: Tensor, turns: Rotation, seen: list[Tensor] | None) -> Tensor:
-        x = x + F.dropout(self.self_attn(self.input_layernorm(x), turns, seen), self._dropout, self.training)
+    def forward(self, x: Tensor, turns: Rotation, guided: list[Tensor] | None) -> Tensor:
+        x = x + F.dropout(self.self_attn(self.input_layernorm(x), turns, guided), self._dropout, self.training)
         return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self._dropout, self.training)
 
 
@@ -73,15 +76,15 @@ class _QwenAttention(nn.Module):
         self.v_proj = nn.Linear(sizes.hidden, sizes.kv_heads * self._head)
         self.o_proj = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
 
-    def forward(self, x: Tensor, turns: Rotation, seen: list[Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, turns: Rotation, guided: list[Tensor] | None) -> Tensor:
         query, key, value = (
             project(x).unflatten(-1, (-1, self._head)).transpose(1, 2)  # (B, L, H * D) -> (B, H, L, D)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = (rotated(part, turns) for part in (query, key))
         key, value = (part.repeat_interleave(self._shared, dim=1) for part in (key, value))
-        if seen is not None:
-            seen.append(log_attention(query[:, :GUIDED_HEADS], key[:, :GUIDED_HEADS]))
+        if guided is not None:
+            guided.append(log_attention(query[:, :GUIDED_HEADS], key[:, :GUIDED_HEADS]))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 

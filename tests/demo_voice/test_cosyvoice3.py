@@ -69,14 +69,16 @@ def test_the_llm_is_trained_on_the_prompts_of_both_versions(trained: Path, monke
         assert len(ids) == ids[-1] - ids[0] + 1, "the end tokens follow the speech tokens"
     assert not any(follows_instructions(trained / "checkpoint" / each.directory) for each in LLMS)
     speech, text = np.arange(20), np.array(versions[0].text_ids(TEXT))
-    data = llm_data.Utterances([[text]], [], np.zeros(1), speech, np.array([0, 20]), speech[:0], np.zeros(2))
+    labels = np.arange(80, dtype=np.uint8).reshape(20, 4)
+    data = llm_data.Utterances([[text]], [], np.zeros(1), speech, np.array([0, 20]), speech[:0], np.zeros(2), labels)
     sequences, rng = llm_data.Sequences(data, versions[1].tokenizer, np.zeros(1, int), 0), np.random.default_rng(0)
     drawn = [sequences.random_sequence(rng) for _ in range(20)]
     expected = {tuple(version.encode_prompt(LLMPrompt(TEXT))): version for version in versions}
-    assert {tuple(ids[~target]) for ids, target, _ in drawn} == expected.keys() and len(expected) == 2
-    for ids, target, places in drawn:
+    assert {tuple(ids[~target]) for ids, target, *_ in drawn} == expected.keys() and len(expected) == 2
+    for ids, target, places, phones in drawn:
         version = expected[tuple(ids[~target])]
         assert ids[target].tolist() == [*version.to_llm_ids(speech), version.end_ids[0]]
+        assert (phones[target][:-1] == labels).all() and phones[~target].max() == llm_data.UNKNOWN_PHONE
         first, last = places[target][[0, -2]].round().astype(int)
         assert (ids[first], ids[last]) == (text[0], text[-1]) and last - first == len(text) - 1
         assert places[~target].max() == places[-1] == llm_data.ABSENT
