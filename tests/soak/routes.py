@@ -4,15 +4,19 @@ Each is opened anew for every request: on a kept connection, those after a resta
 gRPC's reconnection.
 """
 
+import io
 import re
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import aiohttp
+import av
 import grpc
 import numpy as np
+from av.container import InputContainer
 from cosyvoice_triton import stacks
 from cosyvoice_triton.client.answer import AudioPart
 from cosyvoice_triton.client.failures import ClientError, one_line
@@ -21,14 +25,11 @@ from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.doors import SPEECH, Door, GrpcDoor, HttpDoor, WebSocketDoor, WebSocketSession, recording_of
 from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO
-from cosyvoice_triton.voice.audio import at_rate
-from cosyvoice_triton.voice.recordings import parse_recording
 
 STREAMED, WHOLE = stacks.DIT, stacks.UNET  # served streamed, and for offline requests
 VOICES = "/v1/audio/voices"
 UNKNOWN_VOICE = "HTTP 400.*unknown speaker"
 SHORT = "A short sentence."
-MOST_SECONDS = 300.0  # of an answer
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,14 @@ def _decoded(content: bytes, kind: str) -> AudioPart:
     if kind == "pcm":
         return AudioPart.of_pcm(content)
     try:
-        return AudioPart(at_rate(parse_recording(content, MOST_SECONDS), SAMPLE_RATE))
-    except ValueError as error:
+        return AudioPart(np.concatenate([np.zeros(0, np.float32), *_frames(content)]))
+    except av.FFmpegError as error:
         raise ClientError(f"a whole answer that is no {kind}: {one_line(error)}") from None
+
+
+def _frames(content: bytes) -> Iterator[np.ndarray]:
+    resampler = av.AudioResampler("flt", "mono", SAMPLE_RATE)
+    with av.open(io.BytesIO(content)) as file:
+        for frame in (*cast(InputContainer, file).decode(audio=0), None):
+            for part in resampler.resample(frame):
+                yield part.to_ndarray()[0]
