@@ -152,6 +152,14 @@ def test_a_mark_is_in_every_container_and_changes_nothing_else(name: str) -> Non
     assert b"Lavf" not in files[0] or name in ("flac", "opus")  # whose comments have always named their writer
 
 
+@pytest.mark.parametrize("tags", [None, MARK], ids=["plain", "marked"])
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].container not in ("", "mulaw", "alaw")])
+def test_an_answer_can_be_the_recording_of_a_voice(name: str, tags: dict[str, str] | None) -> None:
+    encoder = AudioEncoder(name, tags=tags)
+    answer = encoder.push(TONE) + encoder.finish()
+    assert decode(answer, MIB).seconds == pytest.approx(len(TONE) / SAMPLE_RATE, abs=0.1)
+
+
 @pytest.mark.parametrize("name", ["pcm", "mulaw"])
 def test_samples_alone_have_no_place_for_a_mark(name: str) -> None:
     assert AudioEncoder(name, tags=MARK).push(TONE) == AudioEncoder(name).push(TONE)

@@ -42,7 +42,10 @@ def _container(data: bytes) -> str | None:
     read or is not trusted with."""
     if data[4:8] == b"ftyp":
         return "mov"  # MP4, M4A, 3GP
-    if data[:2] in (b"\xff\xf1", b"\xff\xf9"):  # ADTS; MP3 has other bits of the layer
+    begin = 0
+    if data[:3] == b"ID3":  # before MP3 and AAC; its length has seven bits a byte
+        begin = 10 + sum((byte & 0x7F) << 7 * place for place, byte in enumerate(reversed(data[6:10])))
+    if data[begin : begin + 2] in (b"\xff\xf1", b"\xff\xf9"):  # ADTS; MP3 has other bits of the layer
         return "aac"
     if data[:4] == b"fLaC" and not int.from_bytes(data[18:26], "big") % (1 << 36):
         return "flac"  # of unknown length, as an encoder that streams writes it
