@@ -17,7 +17,7 @@ import torch
 from cosyvoice_triton.constants import OFFICIAL_FIRST_SPEECH_ID, PROMPT_SAMPLE_RATE, SPEECH_VOCAB
 from cosyvoice_triton.llm.engines.interface import EngineLM
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
-from cosyvoice_triton.llm.interleaving import LONGEST_WORD, SPEECH_BLOCK, InterleavedSpeech, WordSplitter
+from cosyvoice_triton.llm.interleaving import LONGEST_WORD, SPEECH_BLOCK, TEXT_BLOCK, InterleavedSpeech, WordSplitter
 from cosyvoice_triton.llm.speech_tokens import (
     COSYVOICE2,
     COSYVOICE3,
@@ -33,6 +33,7 @@ from cosyvoice_triton.prepare.huggingface_llm import COSYVOICE2_LLM, COSYVOICE3_
 from cosyvoice_triton.stacks import TokenizerRules
 from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.voice.files import spk2info_prompt
+from transformers import Qwen2ForCausalLM
 
 from tests.random_weights.llm import build_tokenizer
 from tests.support.fakes import PROMPT_TOKENS, FakeLM
@@ -334,6 +335,27 @@ async def speak(engine, tokenizer, text, sampling, prompt=VOICE):
     chunks = [chunk async for chunk in InterleavedSpeech(llm, tokenizer, prompt, sampling).generate(pieces_of(*text))]
     tokens = [token for chunk in chunks for token in chunk.tokens]
     return tokens, *zip(*llm.asked, strict=True), chunks[-1].finish_reason
+
+
+def test_an_engine_speaks_a_sequence_as_transformers_would(engine, tokenizer, llm_dir):
+    """At a temperature of 0, every token is the best one after what transformers is fed: the sequence up to it."""
+    text = "Twelve, all."
+    tokens, asked, *_ = asyncio.run(speak(engine, tokenizer, text, GREEDY))
+    assert len(asked) == 1 + (len(text) - 2) // TEXT_BLOCK + 1  # a token is a letter; the voice takes two of them
+    # A block of 8 continues the voice's last one; the final request follows the token that is fed twice.
+    counts = [8, *[SPEECH_BLOCK] * (len(asked) - 2)]
+    counts.append(len(tokens) - sum(counts))
+    whole = [*asked[-1], *tokenizer.to_llm_ids(tokens[-counts[-1] :]).tolist()]
+    with torch.no_grad():
+        model = Qwen2ForCausalLM.from_pretrained(llm_dir, dtype=torch.float32)
+        logits = model(torch.tensor(whole)[None]).logits[0].numpy()  # (S, V)
+    speech = slice(tokenizer.first_speech_id, tokenizer.first_speech_id + SPEECH_VOCAB)
+    done = 0
+    for ids, count in zip(asked, counts, strict=True):
+        assert whole[: len(ids)] == ids
+        best = logits[len(ids) - 1 : len(ids) + count - 1, speech].argmax(1)
+        assert best.tolist() == tokens[done : done + count]
+        done += count
 
 
 def test_each_block_is_a_request_of_its_own_that_continues_the_one_before(engine, tokenizer):

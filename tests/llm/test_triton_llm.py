@@ -240,6 +240,16 @@ def test_streaming_returns_the_tokens_of_the_whole_answer_a_few_at_a_time(
     assert at_once[-1] in tokenizer.end_ids
 
 
+def test_a_cancelled_request_ends_and_frees_its_capacity(decoupled_model, prompt):
+    endless = {"request_output_len": 3000, "min_length": 3000}
+    request = send(decoupled_model, prompt, **endless)
+    until(lambda: request.sender.responses)
+    request.sender.cancelled = True
+    assert finished(request)[-1].error().code() == TritonError.CANCELLED
+    assert len(request.sender.responses) < 1000
+    until(lambda: decoupled_model.engine.live == 0)
+
+
 def test_a_request_with_stop_ends_the_live_request_with_its_id(decoupled_model, tokenizer, prompt):
     request = send(decoupled_model, prompt, request_id="a", request_output_len=3000, min_length=3000)
     other = send(decoupled_model, prompt, request_id="b")

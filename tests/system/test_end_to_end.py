@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import queue
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
+import tritonclient.grpc as triton
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.cli import client_http
 from cosyvoice_triton.client import grpc_client
@@ -118,6 +120,26 @@ def test_no_shape_of_an_input_ends_a_model(server: Server) -> None:
                 (answer,) = stub.ModelStreamInfer(iter([request]), timeout=60)
                 assert f"input '{tensor.name}'" in answer.error_message and "of its shape" in answer.error_message
             assert model.name in server.triton.model_processes().values()
+
+
+@once
+def test_a_stream_ends_with_exactly_one_final_response(server: Server, voice: np.ndarray) -> None:
+    """As upstream's client sees it: one long-lived stream that requests an empty final response."""
+    arrivals: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    finals, sizes = 0, []
+    with triton.InferenceServerClient(server.address) as connection:
+        connection.start_stream(lambda result, error: arrivals.put((result, error)))
+        inputs = Utterance(TEXT, voice, VOICE_TEXT).tensors(triton.InferInput)
+        connection.async_stream_infer(server.model, inputs, enable_empty_final_response=True)
+        while not finals:
+            result, error = arrivals.get(timeout=60)
+            assert error is None
+            finals += result.get_response().parameters["triton_final_response"].bool_param
+            waveform = result.as_numpy("waveform")
+            sizes.append(0 if waveform is None else waveform.size)
+        connection.stop_stream()  # returns when no response is outstanding
+    assert arrivals.empty()
+    assert all(sizes[:-1]) and sizes[-1] == 0
 
 
 def requests_of(stack: str, voice: np.ndarray) -> list[Utterance]:
