@@ -8,7 +8,6 @@ the number that decides whether a server may be stopped should not depend on tha
 import bisect
 import itertools
 import json
-import logging
 import os
 import re
 import threading
@@ -26,7 +25,6 @@ from cosyvoice_triton.errors import OverloadedError, UnavailableError
 ATTEMPTS = 3  # to read: a reader that is held up between the halves may find both changed
 _SPARE = 4096  # bytes that the content may grow by, beside twice its first size
 Samples = list[list[Any]]  # of a model instance: name, kind, help, suffix, labels, value of each
-logger = logging.getLogger(__name__)
 
 ENDING = ".metrics"  # of the file of each model instance
 

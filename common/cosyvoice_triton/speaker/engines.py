@@ -5,7 +5,6 @@ one process they share Python's interpreter lock, which is why a server gives ea
 """
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -28,8 +27,6 @@ from cosyvoice_triton.token2wav.serving.service import Token2WavService
 from cosyvoice_triton.voice.audio import at_rate
 from cosyvoice_triton.voice.encoders import AudioTokenizer, SpeakerEncoder, reference_mel
 from cosyvoice_triton.voice.prompt import Recording
-
-logger = logging.getLogger(__name__)
 
 Encode = Callable[[Sequence[np.ndarray]], list[np.ndarray]]  # waves (N_i,) at 16 kHz -> the output of each
 

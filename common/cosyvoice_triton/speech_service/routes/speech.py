@@ -30,6 +30,7 @@ from cosyvoice_triton.speech_service.routes.responses import (
     whole,
 )
 from cosyvoice_triton.speech_service.service import Service
+from cosyvoice_triton.tasks import TaskScope
 from cosyvoice_triton.text.language import languages_of
 
 BATCH_STREAMS = 4  # concurrent streams of one batch, so that it leaves capacity for interactive clients
@@ -144,7 +145,8 @@ async def batch(request: Request) -> Response:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def every() -> list[dict[str, Any]]:
-        return await asyncio.gather(*(one(index, item) for index, item in enumerate(wanted.requests())))
+        async with TaskScope() as tasks:  # an unforeseen error of one ends the others, too
+            return await asyncio.gather(*(tasks.spawn(one(*item)) for item in enumerate(wanted.requests())))
 
     if (results := await unless_gone(request.receive, every())) is None:
         request.scope["speech.outcome"], results = "gone", []
