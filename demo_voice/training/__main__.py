@@ -27,9 +27,10 @@ The stages; each uses what earlier stages left in the working folder:
     export        the checkpoint
 
 Each stage is a process with a log in the working folder, started as soon as its inputs exist; flows and LLM are trained
-at the same time on one GPU. Training stops after --minutes in all. The vocoders are not trained anew: their networks
-are in this folder. When the command is run again, finished stages are skipped; --stages runs the named stages in any
-case. A stage that is run again goes on with the weights of its file, which is written every minute.
+at the same time, the LLM on a second GPU if there is one. Training stops after --minutes in all. The vocoders are not
+trained anew: their networks are in this folder. When the command is run again, finished stages are skipped; --stages
+runs the named stages in any case. A stage that is run again goes on with the weights of its file, which is written
+every minute.
 
 Text comes from Debian packages (see corpus.py) under /, or under --texts; phonemes.py and kokoro_weights.py name the
 packages for the next two stages. For a machine without a network, copy there `sentences.txt` and `phonemes.txt` of the
@@ -62,6 +63,7 @@ SECONDS = {
     "flow_unet": 450.0, "flow_cosyvoice3": 450.0,
 }  # fmt: skip
 EXPORT_SECONDS = 30.0  # including process start
+SECOND_GPU = ("tokenizer", "llm")  # if there is one: what the others wait for, and what has most to learn
 FLOWS = ("flow_dit", "flow_unet", "flow_cosyvoice3")
 # Results of the stages of these names, of ten and thirteen minutes alone on a GPU: beside other networks, the many
 # small kernels of a vocoder's step take several times as long. They depend on neither tokens nor x-vectors.
@@ -134,8 +136,11 @@ def train_all(args: argparse.Namespace) -> None:
             for name in ("work", "teacher", "device"):
                 command += [f"--{name}", str(getattr(args, name))]
             log.info("%s: %.0f s, log in %s", stage, seconds, args.work / f"{stage}.log")
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+            gpu = visible[int(stage in SECOND_GPU and torch.cuda.device_count() > 1)]
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
             with (args.work / f"{stage}.log").open("ab") as output:
-                running[stage] = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+                running[stage] = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
     def wait(*stages: str) -> None:
         failed = [stage for stage in stages if stage in running and running[stage].wait()]

@@ -48,7 +48,7 @@ from tests.random_weights.llm import LLMSizes, build_tokenizer, save_llm
 logger = logging.getLogger(__name__)
 
 FILE, TOKENIZER_FILE = "llm.pt", "llm_tokenizer.json"
-SIZES = LLMSizes(hidden=256, layers=6, heads=8, kv_heads=2, mlp=512, tied=True, rope_theta=10_000.0)
+SIZES = LLMSizes(hidden=256, layers=8, heads=8, kv_heads=2, mlp=512, tied=True, rope_theta=10_000.0)
 PEAK_RATE, WEIGHT_DECAY = 2e-3, 0.05
 DROPOUT = 0.1
 REPLACED = 0.08

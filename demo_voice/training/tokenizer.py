@@ -36,7 +36,7 @@ from tests.random_weights.speech_tokenizer import N_MELS, TRITS, write_speech_to
 logger = logging.getLogger(__name__)
 
 FILE = "tokenizer.pt"
-WIDTH, LAYERS = 128, 3
+WIDTH, LAYERS = 128, 6
 CROP_TOKENS, BATCH = 64, 64
 # Tokens of speech resampled to the length of a crop; half of the crops at normal speed. Few shapes, and numbers with
 # small factors for fast Fourier transforms.

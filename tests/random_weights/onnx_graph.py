@@ -48,7 +48,7 @@ class OnnxGraph:
     def save(self, path: Path, inputs: Iterable[Any], outputs: Iterable[Any], about: str) -> None:
         """Check and write the model. inputs, outputs: name, type and dimensions of each. about: its doc string."""
         given, made = ([helper.make_tensor_value_info(*value) for value in of] for of in (inputs, outputs))
-        graph = helper.make_graph(self._nodes, path.stem, given, made, self._weights)
+        graph = helper.make_graph(self._nodes, "network", given, made, self._weights)
         opset = helper.make_opsetid("", OPSET)
         model = helper.make_model(graph, opset_imports=[opset], producer_name="tests.random_weights", doc_string=about)
         model.ir_version = IR_VERSION
