@@ -106,18 +106,7 @@ def test_an_upload_needs_no_disk(url: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert httpx.post(url + SPEECH, data={"input": "Hi."}, files=upload, headers=BEARER).status_code == 200
 
 
-def test_kokoros_clients_get_times_of_words_voices_as_names_and_what_to_use_instead_of_other_routes(url: str) -> None:
-    def post(path: str, body: Any) -> httpx.Response:
-        return httpx.post(url + path, json=body, headers=BEARER)
-
-    body = {"input": "Two words.", "voice": "a", "response_format": "wav", "return_timestamps": True, "stream": False}
-    answer = post("/dev/captioned_speech", {**body, "return_download_link": False, "model": "kokoro"}).json()
-    assert base64.b64decode(answer["audio"])[:4] == b"RIFF" and answer["audio_format"] == "audio/wav"
-    assert {each["word"] for each in answer["timestamps"]} == {"Two", "words."}
-    assert all(0 <= each["start_time"] < each["end_time"] for each in answer["timestamps"])
-    for path, instead in (("/v1/audio/voices/combine", "slt(2)+rms(1)"), ("/dev/phonemize", "text")):
-        refused = post(path, ["a", "b"])
-        assert refused.status_code == 404 and instead in refused.json()["error"]["message"]
+def test_kokoros_clients_get_voices_as_names(url: str) -> None:
     old, new = (httpx.get(f"{url}/v1/audio/voices{query}", headers=BEARER).json() for query in ("?legacy=true", ""))
     assert old["voices"] == [each["id"] for each in new["voices"]] and old["data"] == new["data"]
 

@@ -146,7 +146,6 @@ def test_answers_have_the_documented_fields_and_no_others(client: httpx.Client, 
     )
     items = [{**spoken, "stream_format": "audio"}, {"input": "refuse"}]
     check("POST /v1/audio/speech/batch", client.post("/v1/audio/speech/batch", json={"items": items}))
-    check("POST /dev/captioned_speech", client.post("/dev/captioned_speech", json={"input": "warn me"}))
     check(f"DELETE {path}/{{name}}", client.delete(f"{path}/mia"))
 
 

@@ -23,7 +23,6 @@ from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.routes import (
     conversion,
-    kokoro,
     realtime,
     runtime_grpc,
     runtime_http,
@@ -40,10 +39,8 @@ from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.triton import TritonPool
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 
-ROUTES = (speech, conversion, kokoro, voices, socket, realtime, runtime_http, triton_http)
-SPOKEN = frozenset(
-    (*speech.PATHS, conversion.PATH, kokoro.PATH, *runtime_http.ROUTES)
-)  # routes of one request, one voice
+ROUTES = (speech, conversion, voices, socket, realtime, runtime_http, triton_http)
+SPOKEN = frozenset((*speech.PATHS, conversion.PATH, *runtime_http.ROUTES))  # routes of one request, one voice
 PAGE = Path(__file__).parent / "page"
 # The page loads only its own files.
 _PAGE_HEADERS = {

@@ -7,8 +7,7 @@
 being generated. `response.replaced` then has the words that were spoken and the text that was dropped.
 
 A response speaks one text, word for word: that of the `input` of response.create, else its `instructions`, else that of
-the conversation's last item. Clients of the beta protocol (header `OpenAI-Beta: realtime=v1` or its subprotocol) get
-its names of events and fields; what they send is read in either form.
+the conversation's last item.
 """
 
 import base64
@@ -33,24 +32,7 @@ from cosyvoice_triton.text import is_speakable
 
 DELTA_BYTES = 1 << 15  # of audio in one event: 0.7 s; some clients refuse messages of a megabyte
 
-_FORMATS = {
-    "audio/pcm": "pcm",
-    "audio/pcmu": "mulaw",
-    "audio/pcma": "alaw",
-    "pcm16": "pcm",
-    "g711_ulaw": "mulaw",
-    "g711_alaw": "alaw",
-}
-_BETA_HEADER, _BETA_PROTOCOL = "realtime=v1", "openai-beta.realtime-v1"
-# The beta protocol's names of events, "" for those that it has not.
-_BETA_EVENTS = {
-    "conversation.item.added": "conversation.item.created",
-    "conversation.item.done": "",
-    "response.output_audio.delta": "response.audio.delta",
-    "response.output_audio.done": "response.audio.done",
-    "response.output_audio_transcript.delta": "response.audio_transcript.delta",
-    "response.output_audio_transcript.done": "response.audio_transcript.done",
-}
+_FORMATS = {"audio/pcm": "pcm", "audio/pcmu": "mulaw", "audio/pcma": "alaw"}
 _TEXT_ONLY = "the model does not listen: send text with conversation.item.create"
 
 router = APIRouter()
@@ -70,8 +52,6 @@ class RealtimeSession(SocketSessionBase):
 
     def __init__(self, socket: WebSocket, service: Service) -> None:
         super().__init__(socket, service)
-        offered = socket.scope["subprotocols"]
-        self._beta = _BETA_PROTOCOL in offered or _BETA_HEADER in socket.headers.get("openai-beta", "")
         self._id = new_id("sess")
         self._event: str | None = None  # the client's id of the message that is being handled
         self._config: dict[str, Any] = {"response_format": "pcm", "sample_rate": SAMPLE_RATE}
@@ -98,9 +78,6 @@ class RealtimeSession(SocketSessionBase):
     async def run(self) -> None:
         """Begin as the protocol wants it, then handle messages."""
         await self._send("session.created", session=self._session())
-        if self._beta:
-            conversation = {"id": new_id("conv"), "object": "realtime.conversation"}
-            await self._send("conversation.created", conversation=conversation)
         await super().run()
 
     async def _handle(self, fields: dict[str, Any]) -> None:
@@ -156,14 +133,14 @@ class RealtimeSession(SocketSessionBase):
         self._checked(fields.get("instructions", ""), "instructions")
         output = _object(_object(given, "audio"), "output")
         fields |= {name: output[name] for name in ("voice", "speed") if name in output}
-        if (kind := output.get("format", given.get("output_audio_format"))) is not None:
+        if (kind := output.get("format")) is not None:
             how = kind if isinstance(kind, dict) else {"type": kind}
             name = how.get("type")
             if not isinstance(name, str) or name not in _FORMATS:
                 raise invalid(f"the format {name!r} of the audio is not one of {', '.join(_FORMATS)}", "format")
             fields["response_format"] = _FORMATS[name]
             fields["sample_rate"] = how.get("rate", SAMPLE_RATE if _FORMATS[name] == "pcm" else None)
-        modalities = given.get("output_modalities", given.get("modalities", ["audio"]))
+        modalities = given.get("output_modalities", ["audio"])
         if not isinstance(modalities, list) or "audio" not in modalities:
             raise invalid(f"modalities {modalities!r}: this model answers with audio", "output_modalities")
         config = {**self._config, **fields}
@@ -185,18 +162,14 @@ class RealtimeSession(SocketSessionBase):
 
     def _session(self) -> dict[str, Any]:
         wanted = self._parsed(self._config)
-        about = {"object": "realtime.session", "id": self._id, "model": wanted.model or self._service.default_model}
-        about |= {"instructions": wanted.instructions}
-        return about | self._output(wanted) | ({} if self._beta else {"type": "realtime"})
+        about = {"object": "realtime.session", "type": "realtime", "id": self._id, "instructions": wanted.instructions}
+        return {**about, "model": wanted.model or self._service.default_model, **self._output(wanted)}
 
     def _output(self, wanted: SpeechRequest) -> dict[str, Any]:
-        """Return how a session or a response sounds, in the client's form."""
-        new, old = (name for name, kind in _FORMATS.items() if kind == wanted.response_format)
-        if self._beta:
-            how: dict[str, Any] = {"voice": wanted.voice_name, "output_audio_format": old, "speed": wanted.speed}
-            return how | {"modalities": ["audio", "text"]}
-        rate = self._service.encoder(wanted).rate
-        kind = {"type": new, "rate": rate} if wanted.response_format == "pcm" else {"type": new}
+        """Return how a session or a response sounds."""
+        kind: dict[str, Any] = {"type": {kind: name for name, kind in _FORMATS.items()}[wanted.response_format]}
+        if wanted.response_format == "pcm":
+            kind["rate"] = self._service.encoder(wanted).rate
         how = {"voice": wanted.voice_name, "format": kind, "speed": wanted.speed}
         return {"output_modalities": ["audio"], "audio": {"output": how}}
 
@@ -256,9 +229,9 @@ class RealtimeSession(SocketSessionBase):
     def _shown(self, item: dict[str, Any], status: str = "completed") -> dict[str, Any]:
         """Return an item as the client sees it; one that is being spoken has no content yet."""
         if item["spoken"]:
-            part = {"type": "audio" if self._beta else "output_audio", "transcript": item["text"]}
+            part = {"type": "output_audio", "transcript": item["text"]}
         elif item["role"] == "assistant":
-            part = {"type": "text" if self._beta else "output_text", "text": item["text"]}
+            part = {"type": "output_text", "text": item["text"]}
         else:
             part = {"type": "input_text", "text": item["text"]}
         content = [] if status == "in_progress" else [part]
@@ -395,8 +368,7 @@ class RealtimeSession(SocketSessionBase):
         await self._send(kind, **_where(response), item_id=response.item["id"], content_index=0, **fields)
 
     async def _send(self, kind: str, **fields: Any) -> None:
-        if name := _BETA_EVENTS.get(kind, kind) if self._beta else kind:
-            await super()._send(name, event_id=new_id("event"), **fields)
+        await super()._send(kind, event_id=new_id("event"), **fields)
 
     async def _send_error(self, error: ApiError) -> None:
         await self._send("error", error={**error.body["error"], "event_id": self._event})
