@@ -11,7 +11,7 @@
 #
 #   bash scripts/run_cosyvoice3.sh 0 3            from nothing to a server, in the image `gpu`
 #   bash scripts/run_cosyvoice3.sh 4 4            benchmark running servers
-#   LOCAL=1 bash scripts/run_cosyvoice3.sh -1 5   from a clone, everything on a CPU, with random weights
+#   LOCAL=1 bash scripts/run_cosyvoice3.sh -1 5   everything on a CPU, with the demo voice
 #
 # Settings, from the environment: WORK MODELS REPOSITORY OUT LOGS PYTHON, HTTP_PORT GRPC_PORT METRICS_PORT HEALTH_PORT
 # LLM_PORT, LLM, HUB (huggingface or modelscope), MAX_BATCH_SIZE NUM_TASKS, DATA and OFFLINE_DATA (options that choose the
@@ -32,11 +32,11 @@ NUM_TASKS=${NUM_TASKS:-4}
 
 if ((LOCAL)); then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # several processes share the cores, and the demo's networks are small
-    MODELS=${MODELS:-$WORK/models/random}
+    MODELS=${MODELS:-$WORK/models/demo}
     REPOSITORY=${REPOSITORY:-$WORK/build/cosyvoice3}
     DATA=${DATA:---manifest-path $SAMPLES/manifest.jsonl}
     OFFLINE_DATA=${OFFLINE_DATA:---manifest-path $SAMPLES/manifest.jsonl}
-    CHECKPOINTS=(tests.random_weights "$MODELS")
+    CHECKPOINTS=(demo)
     ENGINE=(--kind onnxruntime_genai)
     ENGINE_PYTHON=$PYTHON
     LLM_TEST=(--engine_dir "$MODELS/cosyvoice3_llm_genai")
@@ -48,7 +48,7 @@ else
     REPOSITORY=${REPOSITORY:-$WORK/build/cosyvoice3}
     DATA=${DATA:---huggingface-dataset yuekai/seed_tts_cosy2 --split-name wenetspeech4tts}
     OFFLINE_DATA=${OFFLINE_DATA:---split-name wenetspeech4tts}
-    CHECKPOINTS=(cosyvoice_triton prepare download --stack cosyvoice3 --hub "$HUB" "$MODELS")
+    CHECKPOINTS=(download --stack cosyvoice3 --hub "$HUB")
     use_llm cosyvoice3_llm cosyvoice3_trt_engines_bfloat16 trtllm-serve
     RENDER=(--device gpu "${LLM_RENDER[@]}")
 fi
@@ -64,7 +64,7 @@ if stage -1 "check the machine"; then
 fi
 
 if stage 0 "download the checkpoints"; then
-    "$PYTHON" -m "${CHECKPOINTS[@]}"
+    "$PYTHON" -m cosyvoice_triton prepare "${CHECKPOINTS[@]}" "$MODELS"
 fi
 
 if stage 1 "try the LLM"; then

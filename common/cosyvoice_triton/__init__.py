@@ -3,13 +3,13 @@
     from cosyvoice_triton import Speaker
 
     with Speaker() as speaker:  # the demo voice, in this process
-        for chunk in speaker.stream("Good morning.", voice="rms"):  # float32 (N,) at speaker.sample_rate
+        for chunk in speaker.stream("Good morning.", voice="kumo"):  # float32 (N,) at speaker.sample_rate
             ...
 
     from cosyvoice_triton import Client, Server
 
     with Server() as server, Client(server.address) as client:  # the same with a tritonserver, for many listeners
-        for chunk in client.stream("Good morning.", voice="rms"):
+        for chunk in client.stream("Good morning.", voice="kumo"):
             ...
 
 `cosyvoice_triton.speaker.speaker` and `cosyvoice_triton.api` document them. They are imported on first use, because

@@ -4,7 +4,7 @@ from cosyvoice_triton import Client, Server
 
 with Server() as server, Client(server.address) as client:
     for text in ("Good morning.", "The train leaves from platform four."):
-        for chunk in client.stream(text, voice="rms"):
+        for chunk in client.stream(text, voice="kumo"):
             play(chunk)  # float32 (N,), 24 kHz, while the server renders the rest
 """
 

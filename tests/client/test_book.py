@@ -18,7 +18,7 @@ CONTAINER = "<container xmlns='urn:x'><rootfiles><rootfile full-path='O/p.opf'/>
 ITEMS = "<item id='b' href='t/two.xhtml'/><item id='c' href='cover.xhtml'/><item id='a' href='o%20ne.xhtml'/>"
 SPINE = "".join(f"<itemref idref='{each}'/>" for each in "cab")
 PACKAGE = f"<package xmlns='urn:y'><manifest>{ITEMS}</manifest><spine>{SPINE}</spine></package>"
-ONE = "<html><title>T</title><body><h2>The\n <i>start</i></h2><p>A &amp;\n b.</p><p>[voice:slt]C.</p><p>D.</p>"
+ONE = "<html><title>T</title><body><h2>The\n <i>start</i></h2><p>A &amp;\n b.</p><p>[voice:nezumi]C.</p><p>D.</p>"
 TEXTS = {"O/cover.xhtml": "<body><img/></body>", "O/o ne.xhtml": ONE, "O/t/two.xhtml": "<body><p>[segment 2s] E.</p>"}
 
 
@@ -30,9 +30,9 @@ def epub(path: Path, texts: dict[str, str]) -> Path:
 
 
 def test_a_book_is_spoken_chapter_by_chapter_and_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
-    chapters = read_chapters(epub(tmp_path / "a.epub", TEXTS), "rms")
-    said = [VoicePart("rms", "The start"), VoicePart("rms", "A & b."), VoicePart("slt", "C."), VoicePart("slt", "D.")]
-    assert chapters == [("The start", said), ("E.", [VoicePart("rms", "E.", 2.0)])]
+    chapters = read_chapters(epub(tmp_path / "a.epub", TEXTS), "kumo")
+    said = [VoicePart("kumo", "The start"), VoicePart("kumo", "A & b."), VoicePart("nezumi", "C."), VoicePart("nezumi", "D.")]
+    assert chapters == [("The start", said), ("E.", [VoicePart("kumo", "E.", 2.0)])]
     asked, broken = list[str](), "D."
 
     def speak(part: VoicePart) -> np.ndarray:
@@ -56,10 +56,10 @@ def test_a_book_is_spoken_chapter_by_chapter_and_goes_on_where_it_was_interrupte
 def test_the_command_asks_the_server_and_listeners_go_first(tmp_path: Path) -> None:
     stub = TritonStub()
     with stub_triton(stub) as address:
-        options = ["--server", address, "--voice", "rms", "--output", str(tmp_path / "b.m4b")]
+        options = ["--server", address, "--voice", "kumo", "--output", str(tmp_path / "b.m4b")]
         assert main([str(epub(tmp_path / "a.epub", TEXTS)), *options]) == 0
     asked = sorted((texts_of(request)["target_text"], texts_of(request)["speaker"]) for request in stub.requests)
-    assert asked == [("A & b.", "rms"), ("C.", "slt"), ("D.", "slt"), ("E.", "rms"), ("The start", "rms")]
+    assert asked == [("A & b.", "kumo"), ("C.", "nezumi"), ("D.", "nezumi"), ("E.", "kumo"), ("The start", "kumo")]
     assert not any(request.parameters["played"].bool_param for request in stub.requests)
     assert stub.requests[-1].parameters["duration"].string_param == "2.0"
     assert (tmp_path / "b.m4b").stat().st_size > 1000

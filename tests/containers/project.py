@@ -22,7 +22,7 @@ from tests.support.programs import compose_command
 from tests.support.serve_process import StreamResult, synthesize
 
 NAME = "speech"
-VOICE = "rms"  # of the demo checkpoint
+VOICE = "kumo"  # of the demo checkpoint
 LONG = "This text is spoken while something happens to the servers. " * 6
 SECONDS = 600.0  # as long as models may load
 PORTS = ("HTTP_PORT", "GRPC_PORT", "SPEECH_PORT", "RUNTIME_PORT", "METRICS_PORT", "HEALTH_PORT", "PROMETHEUS_PORT")

@@ -1,14 +1,12 @@
 """The other stacks and images: docker-compose.yml with deploy/compose/cpu.yml, whole utterances over gRPC, HTTP and the
 speech API; docker-compose.dit.yml on the image `gpu`, whose engine of the LLM computes on the CPU, too; the image `cpu`
-without compose and without a network; docker-compose.cosyvoice3.yml with random weights, whose speech is noise.
+without compose and without a network; docker-compose.cosyvoice3.yml.
 """
 
 import base64
 import json
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +21,6 @@ from tests.support.server_requests import VOICE as RECORDING
 from tests.support.server_requests import VOICE_TEXT, assert_speech, stream
 
 SBOM = "/usr/local/share/sbom.cdx.json"
-USER = 1001  # of the image
 
 
 def test_one_answer_per_request_over_every_protocol(project: Callable[..., Project]) -> None:
@@ -86,12 +83,8 @@ def test_prompt_caches_see_the_containers_limit_of_memory(docker: Engine) -> Non
 
 
 @pytest.mark.extended
-def test_random_weights_answer_over_grpc_and_the_speech_api(project: Callable[..., Project], tmp_path: Path) -> None:
-    models = tmp_path / "models"  # the other stacks' volume has the demo checkpoint
-    models.mkdir()
-    os.chown(models, USER, USER)
-    files = "docker-compose.cosyvoice3.yml", "deploy/compose/cpu.yml", "deploy/compose/random.yml"
-    cosyvoice3 = project(*files, MODELS_DIR=str(models))
+def test_cosyvoice3_answers_over_grpc_and_the_speech_api(project: Callable[..., Project]) -> None:
+    cosyvoice3 = project("docker-compose.cosyvoice3.yml", "deploy/compose/cpu.yml")
     cosyvoice3.up()
     wait_for("cosyvoice3, until all are healthy", lambda: all(map(cosyvoice3.healthy, ("tts", "gateway", "speech"))))
     utterance = Utterance("Hello there.", reference_text=VOICE_TEXT, **of_recording(read_reference(RECORDING)))

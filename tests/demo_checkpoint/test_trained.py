@@ -26,8 +26,8 @@ from cosyvoice_triton.voice.silent_tokens import FILE as SILENT_TOKENS
 from demo_voice.training import export
 from tests.support.checkpoints import LLM_DIR, UNET_DIR
 
-VOICES = ("rms", "slt")
-MAX_BYTES = 24 * 10**6  # of all files together, since they are in every clone
+VOICES = ("alpha", "gongitsune", "kumo", "nezumi")
+MAX_BYTES = 60 * 10**6  # of all files together, since they are in every clone
 LLM = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 OFFICIAL = {
     **{stack.llm.directory: LLM for stack in STACKS},
@@ -79,7 +79,7 @@ def test_the_other_formats_contain_only_data() -> None:
         json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_the_two_voices_are_valid_references_and_distinguishable() -> None:
+def test_the_voices_are_valid_references_and_distinguishable() -> None:
     recordings = [load_audio(TRAINED / VOICES_DIR / f"{name}.wav", PROMPT_SAMPLE_RATE) for name in VOICES]
     for recording in recordings:
         validate_reference(recording[None])
@@ -90,7 +90,7 @@ def test_the_two_voices_are_valid_references_and_distinguishable() -> None:
     assert min(alike[0, 1], alike[2, 3]) > alike[:2, 2:].max()
 
 
-def test_both_voices_are_registered_with_their_transcripts() -> None:
+def test_all_voices_are_registered_with_their_transcripts() -> None:
     book = VoiceBook(TRAINED / VOICES_DIR, TRAINED, str)
     assert book.names() == list(VOICES)
     for name in VOICES:
@@ -113,10 +113,10 @@ def test_what_is_missing_or_damaged_is_copied_again_and_registered_voices_stay(r
     (voices / "anna.safetensors").write_bytes(b"computed")
     (voices / "uploaded.safetensors").write_bytes(b"recorded")
     (voices / "anna.wav").write_bytes(b"recorded")
-    (voices / "slt.wav").unlink()
+    (voices / "nezumi.wav").unlink()
     (ready / UNET_DIR / "flow.pt").write_bytes(b"truncated")
     assert copy_demo(ready)
-    assert filecmp.cmp(voices / "slt.wav", TRAINED / VOICES_DIR / "slt.wav", shallow=False)
+    assert filecmp.cmp(voices / "nezumi.wav", TRAINED / VOICES_DIR / "nezumi.wav", shallow=False)
     assert filecmp.cmp(ready / UNET_DIR / "flow.pt", TRAINED / UNET_DIR / "flow.pt", shallow=False)
     assert (voices / "anna.wav").read_bytes() == b"recorded" and (voices / "anna.safetensors").is_file()
     (ready / SUMS).write_text(f"{'0' * 64}  {UNET_DIR}/flow.pt\n")  # those of another version

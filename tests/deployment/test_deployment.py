@@ -25,9 +25,9 @@ from tests.support.programs import MISSING, compose_command, ran
 COMPOSE = ("docker-compose.yml", "docker-compose.dit.yml")
 COSYVOICE3 = "docker-compose.cosyvoice3.yml"  # its LLM is always inside Triton
 FILES = (*COMPOSE, COSYVOICE3)
-CPU, RANDOM = "deploy/compose/cpu.yml", "deploy/compose/random.yml"
+CPU = "deploy/compose/cpu.yml"
 LLMS = ("cuda", "vllm", "trtllm-serve", "trtllm-backend", "elsewhere")
-SOURCES = [ROOT / file for file in (*FILES, CPU, RANDOM, "deploy/compose/services.yml", "deploy/compose/llm.yml")]
+SOURCES = [ROOT / file for file in (*FILES, CPU, "deploy/compose/services.yml", "deploy/compose/llm.yml")]
 PROFILES = ("", "disaggregated,runtime,monitoring,tensorrt")
 TOOLS = Path(sys.executable).parent
 SHELL = [ROOT / ".ci/run"]
@@ -238,20 +238,6 @@ def test_without_a_gpu_nothing_needs_one(file: str, profiles: str) -> None:
     assert services["download"]["build"]["target"] == "cpu"
 
 
-def test_without_a_gpu_cosyvoice3_gets_random_weights_and_an_llm_for_a_cpu() -> None:
-    """By stages 0 and 1 of its script."""
-    services = composed(COSYVOICE3, CPU, RANDOM)["services"]
-    made, engine = services["download"]["command"][2].split(" && exec ")
-    staged = (ROOT / "scripts/run_cosyvoice3.sh").read_text()
-    assert made == "python3 -m tests.random_weights /models" and '(tests.random_weights "$MODELS")' in staged
-    (folder,) = (one for one in services["download"]["volumes"] if one["type"] == "bind")
-    assert Path(folder["source"]) == ROOT / "tests/random_weights"
-    assert folder["target"] == "/opt/cosyvoice-triton/tests/random_weights"
-    parsed = prepared(engine.split())
-    assert (parsed.step, parsed.stack, parsed.kind) == ("engine", "cosyvoice3", "onnxruntime_genai")
-    assert services["tts"]["environment"]["LLM_OPTIONS"] == "--llm-transport triton"
-
-
 @pytest.mark.parametrize(
     "file, stack", [*zip(FILES, ("unet", "dit", "cosyvoice3"), strict=True)], ids=lambda value: value
 )
@@ -288,7 +274,7 @@ def test_when_speech_is_ready_its_log_has_the_page_and_a_first_request(tmp_path:
     """Its script, with a program that records what it is called with and is ready at once."""
     (tmp_path / "cosyvoice-triton").write_text("#!/bin/sh\n[ $1 = wait ] || sleep 0.5\n")
     (tmp_path / "cosyvoice-triton").chmod(0o755)
-    for files, port, voice in ((COMPOSE[1:], "127.0.0.1:9000", "sample"), ((COMPOSE[0], CPU), "9000", "rms")):
+    for files, port, voice in ((COMPOSE[1:], "127.0.0.1:9000", "sample"), ((COMPOSE[0], CPU), "9000", "kumo")):
         speech = composed(*files, SPEECH_PORT=port)["services"]["speech"]
         script = speech["command"][2].replace("$$", "$")
         path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}

@@ -28,7 +28,7 @@ class Recorder(FrameProcessor):
 
 
 async def main() -> None:
-    session = SessionProperties(audio=AudioConfiguration(output=AudioOutput(voice="slt")))
+    session = SessionProperties(audio=AudioConfiguration(output=AudioOutput(voice="nezumi")))
     speech = OpenAIRealtimeLLMService(
         base_url="ws://localhost:10086/v1/realtime",
         api_key="none",

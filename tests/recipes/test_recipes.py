@@ -150,7 +150,7 @@ def test_wyomings_bridge_for_home_assistant_speaks(url: str, tmp_path: Path) -> 
     with bridge(url, tmp_path) as port:
         program = block("home_assistant.md", "python", ('"localhost", 10300', f'"127.0.0.1", {port}'))
         printed = run([BRIDGE], tmp_path / "hello.py", program)
-    assert "['slt', 'rms']" in printed
+    assert "['nezumi', 'kumo']" in printed
     assert_spoken(tmp_path / "hello.wav")
     assert_spoken(tmp_path / "pieces.wav")
 
@@ -179,7 +179,7 @@ def open_webui(url: str, directory: Path) -> Iterator[httpx.Client]:
 @pytest.mark.skipif(not WEBUI.exists(), reason=f"no Python 3.12 was found for Open WebUI: {CLIENTS}/webui.log")
 def test_open_webui_speaks(url: str, tmp_path: Path) -> None:
     with open_webui(url, tmp_path) as client:
-        assert {"id": "slt", "name": "slt"} in client.get("/api/v1/audio/voices").json()["voices"]
+        assert {"id": "nezumi", "name": "nezumi"} in client.get("/api/v1/audio/voices").json()["voices"]
         for engine, model in (("openai", "tts-1"), ("openai-realtime", "gpt-realtime")):
             config = client.get("/api/v1/audio/config").json()
             config["tts"] |= {"ENGINE": engine, "MODEL": model}

@@ -17,7 +17,7 @@ from cosyvoice_triton.voice.audio import at_rate
 
 CANCELLED, BAD = 0.10, 0.05  # shares of all requests
 EARLY = 0.3  # share of the cancelled ones that are cancelled within a second, without waiting for audio
-VOICES = ("slt", "rms")  # registered
+VOICES = ("nezumi", "kumo")  # registered
 VARIANTS = 12  # of each recording: voices that all caches hold once the servers are warm
 FORMATS = ("mp3", "opus", "aac", "flac", "wav", "pcm")
 WEIGHTS: Mapping[str, int] = {
@@ -71,7 +71,7 @@ BAD_INPUTS: Mapping[str, Sequence[BadInput]] = {
     "runtime-grpc": (BadInput("unknown voice", _NOBODY, "INVALID_ARGUMENT .*nobody"),),
     "voices": (
         BadInput("name is a path", {"speaker": "../voice"}, "HTTP 400.*not a valid name"),
-        BadInput("name is taken", {"speaker": "slt"}, "HTTP 409.*already exists"),
+        BadInput("name is taken", {"speaker": "nezumi"}, "HTTP 409.*already exists"),
         BadInput("no recording", {"reference": _SECOND[:0]}, "HTTP 400.*the recording is empty"),
     ),
 }

@@ -254,7 +254,7 @@ def test_frames_are_sent_when_they_are_played_over_http_and_the_websocket(served
 def program(number: int, written: str, served: StubbedService, folder: Path) -> Iterator[int]:
     """The port at which a program of the page listens, with the addresses of the test."""
     port = free_port()
-    used = ("http://localhost:10086", served.url), (written, str(port)), ('"slt"', '"zoe"')
+    used = ("http://localhost:10086", served.url), (written, str(port)), ('"nezumi"', '"zoe"')
     (folder / "telephone.py").write_text(block("telephony.md", "python", *used, number=number), encoding="utf-8")
     with subprocess.Popen([sys.executable, folder / "telephone.py"]) as process, sockets.socket() as probe:
         try:

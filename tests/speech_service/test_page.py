@@ -426,10 +426,10 @@ def test_it_fits_a_phone_and_is_readable_by_day_and_night(page: Any, speech_url:
 
 def test_the_documentation_is_read_searched_and_linked(page: Any) -> None:
     page.get_by_role("link", name="API documentation").click()
-    page.get_by_label("Find").fill("captioned")
+    page.get_by_label("Find").fill("batch")
     page.get_by_text("1 route", exact=True).wait_for()
-    page.locator("summary").filter(has_text="/dev/captioned_speech").click()
-    page.get_by_text("return_timestamps").wait_for()
+    page.locator("summary").filter(has_text="/v1/audio/speech/batch").click()
+    page.get_by_text("items", exact=True).first.wait_for()
     page.get_by_label("Find").fill("")
     page.locator("summary").filter(has_text=re.compile("^POST /v1/audio/speech Speak")).click()
     page.get_by_text("0.25 to 4; the pitch is kept").first.wait_for()

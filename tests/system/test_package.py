@@ -26,7 +26,7 @@ from tests.conftest import ROOT
 from tests.support.programs import ran
 
 PORTS = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
-SOURCES = ("common", "model_repo", "model_repo_dit", "model_repo_cosyvoice3", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("common", "model_repo", "model_repo_dit", "model_repo_cosyvoice3", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_the_wheel_has_one_package_with_templates_voice_page_and_samples(wheel: 
         tracked = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).glob("*/**/*") if path.is_file()}
         tracked = {name for name in tracked if "__pycache__" not in name}
         assert {f"cosyvoice_triton/templates/{name}" for name in tracked} <= set(names)
-    data = """demo_checkpoint/trained/voices/rms.wav samples/manifest.jsonl samples/reference_en.wav
+    data = """demo_checkpoint/trained/voices/kumo.wav samples/manifest.jsonl samples/reference_en.wav
         speech_service/page/index.html server/input_shapes.c server/sweep.sh
         speech_service/routes/cosyvoice.proto"""
     assert {f"cosyvoice_triton/{name}" for name in data.split()} <= set(names)

@@ -1,6 +1,6 @@
 """Speak an EPUB to an M4B with its chapters, from a running server.
 
-    cosyvoice-triton book novel.epub --voice slt                        -> novel.m4b
+    cosyvoice-triton book novel.epub --voice nezumi                     -> novel.m4b
 
 Paragraphs are requests of their own. In the text, `[voice:NAME]` is the voice from there to the chapter's end, and
 `[segment 2.5s]` a length. What is spoken is kept in OUTPUT.parts: after an interruption the same command goes on, and

@@ -1,7 +1,7 @@
 """Try a stack: checkpoint, rendered repository, tritonserver, one streaming request, one wav file.
 
     cosyvoice-triton demo
-    cosyvoice-triton demo --stack unet --text "Hello." --speaker slt --output hello.wav
+    cosyvoice-triton demo --stack unet --text "Hello." --speaker nezumi --output hello.wav
     cosyvoice-triton demo --models models/official --stack cosyvoice3 --set first_hop_tokens=10
 
 Writes build/STACK and out/demo.wav in the current directory, and models/demo, a small trained voice (see
@@ -65,7 +65,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", type=Path, default=DEMO, help="the checkpoints (default: %(default)s)")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="see `render`")
     parser.add_argument("--text", default=TEXT)
-    parser.add_argument("--speaker", help="a registered voice (default: rms of the demo's voices)")
+    parser.add_argument("--speaker", help="a registered voice (default: kumo of the demo's voices)")
     parser.add_argument("--output", type=Path, default=Path("out/demo.wav"))
     parser.add_argument("--http-port", type=int, default=Ports.http)
     parser.add_argument("--grpc-port", type=int, default=Ports.grpc)

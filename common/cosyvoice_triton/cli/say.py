@@ -1,11 +1,11 @@
 """Speak a text at a running server or in this process, and write it to a file.
 
-    cosyvoice-triton say "Good morning."                                       the demo's voice rms -> out/say.wav
-    cosyvoice-triton say "Good morning." --voice slt
+    cosyvoice-triton say "Good morning."                                       the demo's voice kumo -> out/say.wav
+    cosyvoice-triton say "Good morning." --voice nezumi
     cosyvoice-triton say "Good morning." --local                               without a server, with the demo voice
     cosyvoice-triton say "Good morning." --local models/official --stack unet
-    cosyvoice-triton say --source me.wav --voice slt                           a recording in another voice
-    cosyvoice-triton say --subtitles film.srt --voice slt                      one track, each cue in its time
+    cosyvoice-triton say --source me.wav --voice nezumi                        a recording in another voice
+    cosyvoice-triton say --subtitles film.srt --voice nezumi                   one track, each cue in its time
     cosyvoice-triton say "Good morning." --server gpu1:8001 --reference anna.wav --reference-text "What she says."
 
 `cosyvoice-triton serve` starts a server. With --local the checkpoints are loaded first, which takes seconds.
@@ -103,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help="with --local")
     voice = parser.add_mutually_exclusive_group()
-    voice.add_argument("--voice", help="a registered voice (default: the server's, rms of the demo)")
+    voice.add_argument("--voice", help="a registered voice (default: the server's, kumo of the demo)")
     voice.add_argument("--reference", type=Path, help="instead, a recording of a voice, 0.5 to 30 s")
     parser.add_argument("--reference-text", help="what the recording says, word for word")
     parser.add_argument("--instruct-text", help='how to speak, e.g. "Speak slowly."')

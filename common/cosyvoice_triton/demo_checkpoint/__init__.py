@@ -6,7 +6,7 @@ from pathlib import Path
 from cosyvoice_triton import stacks
 
 DEMO = Path("models", "demo")  # where the commands write it, in the current directory
-DEMO_SETTINGS = {"default_speaker": "rms"}  # of its two voices
+DEMO_SETTINGS = {"default_speaker": "kumo"}  # of its four voices
 TRAINED = Path(__file__).resolve().parent / "trained"
 VOICES_DIR = "voices"
 STACKS = tuple(stack for stack in stacks.BUILT_IN if (TRAINED / stack.checkpoint).is_dir())  # that it has
