@@ -2,7 +2,7 @@
 
     python -m demo_voice.training --stages corpus phonemes teacher --packages DIR    needs a network
     python -m demo_voice.training [--work out/voice] [--minutes 27]                 all other stages
-    python -m demo_voice.training --stages vocoder --seconds 600                     one
+    python -m demo_voice.training --stages tokenizer --seconds 100                   one
 
 The result, `checkpoint/` in the working folder, has the official layout: a small synthetic voice for demos and tests,
 trained on voices of Kokoro-82M. Its quality is far below CosyVoice2's.
@@ -16,9 +16,6 @@ The stages; each uses what earlier stages left in the working folder:
     tokenizer     S3 tokenizer: phones and mel predicted from codes at 25 Hz, of perturbed recordings
     speaker       x-vectors: classification of voices at several speeds
     more_speech   more sentences for the LLM alone, as many as fit into the time
-    vocoder       HiFT, for the stacks dit and unet: spectral losses, then discriminators
-    vocoder_causal
-                  CosyVoice3's: the same, of causal convolutions
     flow_dit      Step-Audio2's flow: conditional flow matching, in the chunks of its streams
     flow_unet     CosyVoice2's flow: the same, in its own chunks
     flow_cosyvoice3
@@ -27,10 +24,10 @@ The stages; each uses what earlier stages left in the working folder:
     export        the checkpoint
 
 Each stage is a process with a log in the working folder, started as soon as its inputs exist; flows and LLM are trained
-at the same time, the LLM on a second GPU if there is one. Training stops after --minutes in all. The vocoders are not
-trained anew: their networks are in this folder. When the command is run again, finished stages are skipped; --stages
-runs the named stages in any case. A stage that is run again goes on with the weights of its file, which is written
-every minute.
+at the same time, the LLM on a second GPU if there is one. Training stops after --minutes in all. The vocoders are
+those of the package's checkpoint: the code that trained them, in ten and thirteen minutes alone on a GPU, is in this
+folder as of commit 1039913c. When the command is run again, finished stages are skipped; --stages runs the named stages
+in any case. A stage that is run again goes on with the weights of its file, which is written every minute.
 
 Text comes from Debian packages (see corpus.py) under /, or under --texts; phonemes.py and kokoro_weights.py name the
 packages for the next two stages. For a machine without a network, copy there `sentences.txt` and `phonemes.txt` of the
@@ -40,7 +37,6 @@ working folder, and the folder --teacher. The times are meant for one H200 and 1
 import argparse
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -65,12 +61,9 @@ SECONDS = {
 EXPORT_SECONDS = 30.0  # including process start
 SECOND_GPU = ("tokenizer", "llm")  # if there is one: what the others wait for, and what has most to learn
 FLOWS = ("flow_dit", "flow_unet", "flow_cosyvoice3")
-# Results of the stages of these names, of ten and thirteen minutes alone on a GPU: beside other networks, the many
-# small kernels of a vocoder's step take several times as long. They depend on neither tokens nor x-vectors.
-VOCODERS = {"vocoder": "hift.pt", "vocoder_causal": "hift_causal.pt"}
 # What a machine without a network needs as files: each stage with what it writes.
 PREPARATION = {"corpus": "sentences.txt", "phonemes": "phonemes.txt", "teacher": "voices.npz"}
-STAGES = (*PREPARATION, "speech", "tokenizer", "speaker", "more_speech", *VOCODERS, *FLOWS, "llm", "export")
+STAGES = (*PREPARATION, "speech", "tokenizer", "speaker", "more_speech", *FLOWS, "llm", "export")
 
 log = logging.getLogger("demo_voice.training")
 
@@ -109,15 +102,10 @@ def run(stage: str, args: argparse.Namespace, seconds: float) -> None:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Run the stages whose files are missing, and take the trained vocoders."""
+    """Run the stages whose files are missing."""
     for stage, name in PREPARATION.items():
         if not ((args.teacher if stage == "teacher" else args.work) / name).is_file():
             run(stage, args, 0)
-    (args.work / "done").mkdir(exist_ok=True)
-    for stage, name in VOCODERS.items():
-        if not (args.work / name).is_file():
-            shutil.copy(Path(__file__).resolve().parents[1] / name, args.work)
-            (args.work / "done" / stage).touch()
 
 
 def train_all(args: argparse.Namespace) -> None:

@@ -12,22 +12,13 @@ from pathlib import Path
 import numpy as np
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_RATE
+from cosyvoice_triton.demo_checkpoint import TRAINED
 from cosyvoice_triton.llm.speech_tokens import COSYVOICE3
 from cosyvoice_triton.prepare.demo import CARD, SUMS, sha256
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.voice.silent_tokens import silent_tokens
 
-from demo_voice.training import (
-    flow,
-    flow_cosyvoice3,
-    flow_dit,
-    flow_unet,
-    llm,
-    speaker,
-    tokenizer,
-    vocoder,
-    vocoder_causal,
-)
+from demo_voice.training import flow, flow_cosyvoice3, flow_dit, flow_unet, llm, speaker, tokenizer
 from demo_voice.training.dataset import TOKEN_SAMPLES
 from demo_voice.training.kokoro import DEMO_VOICES
 from demo_voice.training.llm_data import COSYVOICE2_NAMES
@@ -38,14 +29,15 @@ VOICE_SECONDS = (5.0, 6.5)
 VOICE_WORDS = 12
 
 # Checkpoint file: (trained file, function that converts it).
-Part = tuple[str, Callable[[Path, Path], None]]
+Part = tuple[str, Callable[[Path, Path], object]]
 
 
-def _parts_of(stack: Stack, of_flow: Part, hift: vocoder.Vocoder) -> dict[str, Part]:
-    """The files of a stack's checkpoint."""
+def _parts_of(stack: Stack, of_flow: Part, trained: Stack) -> dict[str, Part]:
+    """The files of a stack's checkpoint. trained: the stack whose vocoder it has, as it is in the package now."""
+    hift = TRAINED / trained.checkpoint / trained.hift
     files: dict[str, Part] = {
         stack.flow: of_flow,
-        stack.hift: (hift.file, partial(vocoder.export, hift)),
+        stack.hift: (str(hift), lambda work, path: shutil.copyfile(hift, path)),
         stack.speaker_encoder: (speaker.FILE, speaker.export),
         stack.speech_tokenizer: (tokenizer.FILE, tokenizer.export),
     }
@@ -55,9 +47,9 @@ def _parts_of(stack: Stack, of_flow: Part, hift: vocoder.Vocoder) -> dict[str, P
 _PARTS: dict[str, Part] = {
     stacks.COSYVOICE2_LLM.directory: (llm.FILE, partial(llm.export, rules=COSYVOICE2_NAMES)),
     stacks.COSYVOICE3_LLM.directory: (llm.FILE, partial(llm.export, rules=COSYVOICE3)),
-    **_parts_of(stacks.UNET, (flow_unet.FILE, partial(flow.export, flow_unet.FILE)), vocoder.HIFT),
-    **_parts_of(stacks.DIT, (flow_dit.FILE, partial(flow.export, flow_dit.FILE)), vocoder.HIFT),
-    **_parts_of(stacks.COSYVOICE3, (flow_cosyvoice3.FILE, flow_cosyvoice3.export), vocoder_causal.CAUSAL),
+    **_parts_of(stacks.UNET, (flow_unet.FILE, partial(flow.export, flow_unet.FILE)), stacks.UNET),
+    **_parts_of(stacks.DIT, (flow_dit.FILE, partial(flow.export, flow_dit.FILE)), stacks.UNET),
+    **_parts_of(stacks.COSYVOICE3, (flow_cosyvoice3.FILE, flow_cosyvoice3.export), stacks.COSYVOICE3),
 }
 
 

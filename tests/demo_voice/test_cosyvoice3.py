@@ -16,17 +16,7 @@ from cosyvoice_triton.prepare import demo, steps
 from cosyvoice_triton.stacks import COSYVOICE3
 from cosyvoice_triton.voice.silent_tokens import silent_tokens
 
-from demo_voice.training import (
-    export,
-    flow,
-    flow_cosyvoice3,
-    llm,
-    llm_data,
-    speaker,
-    tokenizer,
-    vocoder,
-    vocoder_causal,
-)
+from demo_voice.training import export, flow, flow_cosyvoice3, llm, llm_data, speaker, tokenizer
 from tests.demo_voice.conftest import write_noise
 from tests.support.server_requests import VOICE, VOICE_TEXT
 
@@ -45,7 +35,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer: {"BATCH": 2},
         speaker: {"ROWS": 1},
         flow: {"BATCH_TOKENS": 60},
-        vocoder: {"BATCH": 1},
         llm_data: {"BATCH_TOKENS": 500},
         llm: {"WORKERS": 0},
     }
@@ -53,7 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for module, sizes in small.items():
             for name, size in sizes.items():
                 patch.setattr(module, name, size)
-        for stage in (tokenizer, speaker, flow_cosyvoice3, vocoder_causal, llm):
+        for stage in (tokenizer, speaker, flow_cosyvoice3, llm):
             stage.train(work, 1.0, "cpu")
     export.export(work, work / "checkpoint")
     (work / "checkpoint" / demo.CARD).write_text("a card")
