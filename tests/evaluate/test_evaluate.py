@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton import stacks
 from cosyvoice_triton.audible import leading_silence
 from cosyvoice_triton.cli.evaluate import main
 from cosyvoice_triton.constants import HOP_SAMPLES, PROMPT_SAMPLE_RATE, SAMPLE_RATE
@@ -31,7 +32,7 @@ from matplotlib.image import imread
 from tests.support.checkpoints import UNET_DIR
 
 # What CI requires of a few sentences, with a margin: the whole set's figures are in docs/results/quality.md.
-OF_THE_DEMO_VOICE = ("failed<=0", "silent<=0", "clipped<=0", "error_rate<=0.2", "dnsmos>=2.3", "similarity>=0.85")
+OF_THE_DEMO_VOICE = ("failed<=0", "silent<=0", "clipped<=0", "error_rate<=0.2", "dnsmos>=2.7", "similarity>=0.85")
 SENTENCES = Path("tests/assets/everyday_sentences.jsonl")
 TONE = np.sin(np.arange(SAMPLE_RATE) * 0.05).astype(np.float32)
 
@@ -73,7 +74,7 @@ def test_onsets_are_drawn_before_and_after_their_silence_is_cut(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("stack", ["dit", "unet"])
+@pytest.mark.parametrize("stack", stacks.names())
 def test_the_demo_voice_speaks_as_well_as_it_did(stack: str, models: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     steps.demo(models, stack)
@@ -167,7 +168,7 @@ def test_faults_of_the_mel_or_the_vocoder_are_noticed() -> None:
         return any(Requirement.read(each).missed_by(row) for each in OF_THE_DEMO_VOICE)
 
     assert not missed(mel)
-    others = {"bands shifted": mel.roll(4, 1), "log10": mel / math.log(10), "too loud": mel + 2}
+    others = {"bands shifted": mel.roll(2, 1), "log10": mel / math.log(10), "too loud": mel + 2}
     others["frames swapped"] = mel[..., : mel.shape[2] // 2 * 2].reshape(1, 80, -1, 2).flip(3).reshape(1, 80, -1)
     assert {name for name, fault in others.items() if missed(fault)} == set(others)
 

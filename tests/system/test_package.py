@@ -26,7 +26,16 @@ from tests.conftest import ROOT
 from tests.support.programs import ran
 
 PORTS = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
-SOURCES = ("common", "model_repo", "model_repo_dit", "model_repo_cosyvoice3", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
+SOURCES = (
+    "common",
+    "model_repo",
+    "model_repo_dit",
+    "model_repo_cosyvoice3",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "NOTICE",
+)
 
 
 @pytest.fixture(scope="module")
