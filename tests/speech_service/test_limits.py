@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import psutil
 import pytest
 from cosyvoice_triton.speech_service import openapi
 from cosyvoice_triton.speech_service.settings import Settings
 
+from tests.speech_service.test_encoding import peak
 from tests.support.raw_connections import WEBSOCKET, frame, opened, read_all, request
 from tests.support.sounds import BOMBS, flac, in_base64, recording
 from tests.support.speech_fixtures import SPEECH, TEXT, speech_process, stub_triton
@@ -47,18 +49,14 @@ class Service:
 
     def __init__(self, url: str, process: int) -> None:
         self.url = url
-        self._process = Path(f"/proc/{process}")
+        self._process = psutil.Process(process)
         self._slow = slowness()
         self.client = httpx.Client(base_url=url, timeout=60)
         self.quiet, _ = self._longest_wait(lambda: time.sleep(1.0))
 
     def _cpu(self) -> float:
         """The CPU seconds of the process and of those that it has started and that have ended."""
-        return sum(map(int, (self._process / "stat").read_text().rpartition(")")[2].split()[11:15])) / 100
-
-    def _memory(self, which: str) -> int:
-        lines = (self._process / "status").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(which))
+        return sum(self._process.cpu_times()[:4])
 
     def _longest_wait(self, work: Callable[[], Any]) -> tuple[float, Any]:
         """The longest time in which /health answers while `work` runs, and its result."""
@@ -86,14 +84,14 @@ class Service:
         """Return the result of `work`, which sends `size` bytes (None: until it is stopped); work again if it took too
         much, since other processes can only add to it."""
         for _ in range(4):
-            (self._process / "clear_refs").write_text("5")  # the peak begins anew
-            cpu, memory = self._cpu(), self._memory("VmRSS")
+            Path(f"/proc/{self._process.pid}/clear_refs").write_text("5")  # the peak begins anew
+            cpu, memory = self._cpu(), self._process.memory_info().rss
             alone = work() if size is not None else None
             cpu = self._cpu() - cpu
             wait, result = self._longest_wait(work)
             spent = {
                 "CPU s": (cpu, (SECONDS + SECONDS_PER_BYTE * (size or 0)) * self._slow),
-                "bytes": (self._memory("VmHWM") - memory, BYTES + BYTES_PER_BYTE * (size or 0)),
+                "bytes": (peak(self._process.pid) - memory, BYTES + BYTES_PER_BYTE * (size or 0)),
                 "wait": (wait, (WAIT_SECONDS + 3 * self.quiet) * self._slow),
             }
             if all(found <= limit for found, limit in spent.values()):

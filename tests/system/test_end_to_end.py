@@ -5,11 +5,11 @@ import os
 import queue
 from contextlib import aclosing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 import torch
 import tritonclient.grpc as triton
@@ -209,10 +209,7 @@ def test_cancelled_streams_free_their_slots_their_threads_and_leave_every_proces
     keeps. When each is cancelled, the LLM is generating ahead: as a call between models this damaged the heap or
     blocked the whole server, see triton_io/streams.py."""
     long, processes = Utterance("word " * 100, voice, VOICE_TEXT), server.triton.model_processes()
-    status = Path(f"/proc/{process_of(server.triton, server.model)}/status")
-
-    def threads() -> int:
-        return int(status.read_text().partition("Threads:")[2].split()[0])
+    threads = psutil.Process(process_of(server.triton, server.model)).num_threads
 
     async def cancel_after(chunks: int) -> None:
         async with grpc_client.triton.InferenceServerClient(server.address) as connection:
