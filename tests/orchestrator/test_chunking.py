@@ -1,6 +1,7 @@
 """The lengths of hops, and which streams begin with a short one."""
 
 import random
+from typing import Any
 
 import pytest
 from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS, LOOKAHEAD_TOKENS, TOKEN_RATE
@@ -20,23 +21,19 @@ def drain(schedule: HopSchedule, total: int) -> list[Hop]:
     return hops
 
 
-def lengths(rules: HopRules, total: int, prompt_tokens: int = 0) -> list[int]:
-    return [hop.length for hop in drain(rules.schedule(prompt_tokens), total)]
+def lengths(rules: HopRules, total: int, prompt_tokens: int = 0, **begin: Any) -> list[int]:
+    return [hop.length for hop in drain(rules.schedule(prompt_tokens, **begin), total)]
 
 
-def test_exponential_hops_double_up_to_the_cap_and_equal_ones_stay_the_same() -> None:
+def test_exponential_hops_double_up_to_the_cap_also_after_a_short_one_and_equal_ones_stay_the_same() -> None:
     assert lengths(HopRules(), 400) == [15, 30, 60, 100, 100, 95]
+    assert lengths(HopRules(first_hop=15, short_first_hop=10), 400, short=True) == [10, 15, 30, 60, 100, 100, 85]
     assert lengths(HopRules(strategy="equal"), 70) == [15, 15, 15, 15, 10]
-
-
-def test_after_a_short_first_hop_the_doubling_starts_at_the_first_hop() -> None:
-    schedule = HopRules(first_hop=15, short_first_hop=10).schedule(0, short=True)
-    assert [hop.length for hop in drain(schedule, 400)] == [10, 15, 30, 60, 100, 100, 85]
 
 
 def test_a_first_hop_has_the_silent_tokens_of_the_onset_in_addition() -> None:
     rules = HopRules()
-    assert [hop.length for hop in drain(rules.schedule(10, silent=1), 400)][:3] == [16, 30, 60]
+    assert lengths(rules, 400, 10, silent=1)[:3] == [16, 30, 60]
     assert rules.first_context(10, silent=1) == rules.first_context(None, silent=1) == 16 + LOOKAHEAD_TOKENS
     bounded = HopRules(boundary=FLOW_CHUNK_TOKENS)
     assert [bounded.first_length(prompt, silent=1) for prompt in (9, 10)] == [16, 40]
@@ -45,7 +42,7 @@ def test_a_first_hop_has_the_silent_tokens_of_the_onset_in_addition() -> None:
 @pytest.mark.parametrize(("prompt_tokens", "expected"), [(15, [10, 25, 50]), (12, [13, 25, 50]), (16, [34, 25, 50])])
 def test_with_a_boundary_a_short_first_hop_reaches_it(prompt_tokens: int, expected: list[int]) -> None:
     rules = HopRules(boundary=FLOW_CHUNK_TOKENS, short_first_hop=10)
-    assert [hop.length for hop in drain(rules.schedule(prompt_tokens, short=True), 130)][:3] == expected
+    assert lengths(rules, 130, prompt_tokens, short=True)[:3] == expected
     assert rules.first_context(prompt_tokens, short=True) == expected[0] + LOOKAHEAD_TOKENS
     assert rules.first_context(None, short=True) == 34 + LOOKAHEAD_TOKENS
 
@@ -262,23 +259,16 @@ def test_a_stream_that_ends_early_makes_room_and_is_not_measured(chunks: list[Ho
         first_hops.end(opening)
 
 
-def test_what_nobody_plays_is_not_measured_and_never_short() -> None:
+@pytest.mark.parametrize(("kind", "measured"), [({"played": False}, False), ({"repeatable": True}, True)])
+def test_what_nobody_plays_and_what_is_repeatable_is_never_short_and_the_latter_is_measured(kind, measured) -> None:
     first_hops = FirstHops(RULES)
     for _ in range(4):
-        speak(first_hops, 0.0, played=False)
-    assert not begin(first_hops).short
+        speak(first_hops, 0.0, **kind)
+    assert not begin(first_hops, **kind).short and begin(first_hops).short == measured
     first_hops = with_slack()
-    speak(first_hops, 100.0, played=False)
-    assert not begin(first_hops, played=False).short
-    assert begin(first_hops).short
-
-
-def test_a_repeatable_stream_is_measured_and_never_short() -> None:
-    first_hops = FirstHops(RULES)
-    for _ in range(4):
-        speak(first_hops, 0.0, repeatable=True)
-    assert not begin(first_hops, repeatable=True).short
-    assert begin(first_hops).short
+    speak(first_hops, 100.0, **kind)
+    assert not begin(first_hops, **kind).short
+    assert begin(first_hops).short != measured
 
 
 @pytest.mark.parametrize(

@@ -208,21 +208,14 @@ def test_an_error_of_the_llm_ends_the_stream_also_while_a_chunk_is_rendered(toke
     assert pipeline.token2wav.streams[0].aborts == 1
 
 
-@pytest.mark.parametrize("name", ["tokens", "mel", "embedding"])
-def test_an_error_of_the_prompt_models_ends_the_stream_with_that_error(name: str) -> None:
-    pipeline = Pipeline(FakeLM(asyncio.Event()), FakePromptEncoder(failures={name: ValueError(f"no {name}")}))
-    with pytest.raises(ValueError, match=f"no {name}"):
-        pipeline.run()
-    assert [(stream.started, stream.aborts) for stream in pipeline.token2wav.streams] == [(False, 1)]
-
-
-@pytest.mark.parametrize("failing", ["start", 0, 1])
-def test_an_error_of_token2wav_closes_the_llm_stream_and_aborts_its_own_once(failing: str | int) -> None:
-    token2wav = FakeToken2Wav(failures={failing: RuntimeError("out of memory")})
-    pipeline = Pipeline(FakeLM(*one_by_one(60), asyncio.Event()), token2wav=token2wav)
+@pytest.mark.parametrize("failing", [*PARTS, "start", 0, 1])
+def test_an_error_of_another_model_closes_the_llm_stream_and_aborts_that_of_token2wav_once(failing: Any) -> None:
+    failures = {failing: RuntimeError("out of memory")}
+    llm = FakeLM(*one_by_one(60), asyncio.Event())
+    pipeline = Pipeline(llm, FakePromptEncoder(failures=failures), FakeToken2Wav(failures=failures))
     with pytest.raises(RuntimeError, match="out of memory"):
         pipeline.run()
-    assert token2wav.streams[0].aborts == 1
+    assert [(each.started, each.aborts) for each in pipeline.token2wav.streams] == [(failing not in PARTS, 1)]
 
 
 @pytest.mark.parametrize("speak", [Pipeline.synthesize, Pipeline.offline])
