@@ -140,9 +140,7 @@ def resolved(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]
     return schema
 
 
-def fields_of(
-    document: dict[str, Any], schema: dict[str, Any], value: Any, path: tuple[Any, ...] = ()
-) -> Iterator[Any]:
+def fields_of(document: dict[str, Any], schema: dict[str, Any], value: Any, path: tuple = ()) -> Iterator[Any]:
     """The path and the schema of each field, also inside of the objects and lists of a valid value."""
     schema = resolved(document, schema)
     for one in schema.get("anyOf", ()):

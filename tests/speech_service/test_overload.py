@@ -76,11 +76,7 @@ def test_after_a_refusal_nobody_elses_voice_is_decoded_nor_triton_asked(served, 
 def test_a_model_that_is_full_refuses_for_itself_alone(served: StubbedService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 60.0)
     other = TritonStub(model="cosyvoice2")
-    with (
-        stub_triton(other) as second,
-        stub_triton(served.stub) as first,
-        serving(Settings(urls=(first, second))) as both,
-    ):
+    with stub_triton(other) as free, stub_triton(served.stub) as full, serving(Settings(urls=(full, free))) as both:
         served.stub.error = OVERLOADED
         for _ in range(2):
             for model, status in ((served.stub.model, 429), ("", 429), (other.model, 200)):

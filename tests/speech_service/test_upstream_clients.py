@@ -172,9 +172,7 @@ def test_the_key_is_checked_before_the_request_is_read(address: str) -> None:
         assert code_of(unsent(channel, ())) == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_a_connection_has_twice_as_many_calls_as_there_are_streams_and_a_request_must_arrive_in_time(
-    address: str,
-) -> None:
+def test_a_connection_has_twice_as_many_calls_as_streams_and_a_request_must_arrive_in_time(address: str) -> None:
     """The third one waits until another one ends, and others have a connection of their own."""
     with grpc.insecure_channel(address) as channel:
         held = [unsent(channel, KEY) for _ in range(2)]
@@ -232,9 +230,7 @@ def test_tritons_client_gets_bytes_and_sends_parameters(served: StubbedService) 
 
 BAD = {
     "brackets": b'{"target_text":' + b"[" * 200_000,
-    "a shape that wraps to 0": upstreams(
-        reference_wav=tensor("reference_wav", "FP32", [1, 2, 3], (1, 4611686018427387904))
-    ),
+    "a shape that wraps to 0": upstreams(reference_wav=tensor("reference_wav", "FP32", [1, 2, 3], (1, 1 << 62))),
     "a negative shape": upstreams(reference_wav=tensor("reference_wav", "FP32", [1.0], (-1, -1))),
     "a text for numbers": upstreams(reference_wav=tensor("reference_wav", "FP32", ["a"], (1, 1))),
     "lists of unequal lengths": upstreams(reference_wav=tensor("reference_wav", "FP32", [[1.0], [1.0, 2.0]], (1, 3))),
@@ -267,7 +263,5 @@ def test_a_body_that_is_compressed_or_has_too_many_values_is_refused(served: Stu
     bomb = gzip.compress(bytes(64 << 20))
     assert httpx.post(served.url + PATH, content=bomb, headers={"content-encoding": "gzip"}).status_code == 415
     assert httpx.post(served.url + PATH, content=b"," * (1 << 21), timeout=20).status_code == 413
-    assert (
-        httpx.post(served.url + PATH, content=b"{}", headers={"inference-header-content-length": "9"}).status_code
-        == 400
-    )
+    beyond = {"inference-header-content-length": "9"}
+    assert httpx.post(served.url + PATH, content=b"{}", headers=beyond).status_code == 400
