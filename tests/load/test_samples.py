@@ -112,10 +112,8 @@ def saved_dataset(directory: Path, rows: list[dict[str, Any]]) -> str:
 def test_a_dataset_in_the_format_of_upstream_is_read(tmp_path: Path, offline: None) -> None:
     tokens = {"prompt_audio_cosy2_tokens": [1, 2], "target_audio_cosy2_tokens": [3]}
     embedded = {"bytes": VOICE.read_bytes(), "path": None}
-    name = saved_dataset(
-        tmp_path, [row(id=f"utt-{index}", prompt_audio=embedded) | tokens | {"duration": 4.2} for index in range(3)]
-    )
-    samples = read_dataset(name, "test_zh", limit=2)
+    rows = [row(id=f"utt-{index}", prompt_audio=embedded) | tokens | {"duration": 4.2} for index in range(3)]
+    samples = read_dataset(saved_dataset(tmp_path, rows), "test_zh", limit=2)
     assert [sample.id for sample in samples] == ["utt-0", "utt-1"]
     (expected,) = read_manifest(manifest(tmp_path, row()))
     assert samples[1].prompt_audio is not None and expected.prompt_audio is not None
@@ -175,23 +173,22 @@ def test_a_new_voice_is_a_recording_of_its_own_length_in_every_request() -> None
     assert 0 < np.abs(first - plain[: first.size]).max() <= 1e-3
 
 
-def test_a_request_for_the_default_voice_has_only_the_text() -> None:
-    for options in (MANIFEST, ONE):
-        for flag in (("--use-spk2info-cache",), ("--use-spk2info-cache", "True")):
-            utterance = jobs_of(*options, *flag).take(1)[0].utterance()
-            assert list(utterance.arrays()) == ["target_text"]
+WAV = {"reference_wav", "reference_wav_len"}
 
 
-def test_a_registered_speaker_replaces_the_recording_of_every_row() -> None:
-    for job in jobs_of(*MANIFEST, "--speaker", "anna").take(10):
-        assert job.utterance().speaker == "anna" and job.utterance().reference is None
-        assert job.utterance().reference_text is None
-
-
-def test_cross_lingual_and_instructed_requests_have_no_transcript() -> None:
-    for options in (("--cross-lingual",), ("--instruct-text", "Slowly.")):
-        utterance = jobs_of(*MANIFEST, *options).take(1)[0].utterance()
-        assert utterance.reference is not None and utterance.reference_text is None
+@pytest.mark.parametrize(
+    ("options", "sent"),
+    [
+        (("--use-spk2info-cache",), set()),
+        (("--use-spk2info-cache", "True"), set()),
+        (("--speaker", "anna"), {"speaker"}),
+        (("--cross-lingual",), WAV),
+        (("--instruct-text", "Slowly."), WAV | {"instruct_text"}),
+    ],
+)
+def test_options_replace_the_voice_or_the_transcript_of_every_row(options: tuple[str, ...], sent: set[str]) -> None:
+    for job in jobs_of(*MANIFEST, *options).take(10):
+        assert job.utterance().arrays().keys() - {"reference_sample_rate"} == {"target_text"} | sent
 
 
 def test_a_realistic_load_has_answers_of_1_to_30_s_new_voices_and_cancelled_requests() -> None:

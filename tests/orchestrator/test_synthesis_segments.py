@@ -119,9 +119,8 @@ async def test_the_first_segment_is_rendered_before_the_whole_text_is_segmented(
         async with aclosing(pipeline.synthesizer.stream(fakes.speech_request())) as waveforms:
             first = [await anext(waveforms), await anext(waveforms)]
             released.set()
-            np.testing.assert_array_equal(
-                np.concatenate(first + [waveform async for waveform in waveforms]), np.arange(60)
-            )
+            rest = [waveform async for waveform in waveforms]
+            np.testing.assert_array_equal(np.concatenate(first + rest), np.arange(60))
 
 
 PAUSES = (Pause(0.1), "0-20", Pause(0.5), Pause(0.5), "20-40", Pause(0.02))
@@ -201,9 +200,8 @@ async def test_cancelling_frees_every_segment(stage: str) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await synthesis
         else:  # the consumer holds a waveform of the second segment, the third one waits
-            async with aclosing(
-                pipeline.synthesizer.stream(fakes.speech_request(text="0-20|20-60|60-80|80-99"))
-            ) as audio:
+            request = fakes.speech_request(text="0-20|20-60|60-80|80-99")
+            async with aclosing(pipeline.synthesizer.stream(request)) as audio:
                 for _ in range(3):
                     await anext(audio)
     assert [stream.aborts for stream in pipeline.token2wav.streams] == ([1] if ahead else [0, 1])
