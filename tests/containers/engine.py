@@ -46,11 +46,8 @@ class Engine:
 
     @property
     def environment(self) -> dict[str, str]:
-        return os.environ | {
-            "DOCKER_HOST": self.address,
-            "DOCKER_CONFIG": str(self.directory / "config"),
-            "DOCKER_BUILDKIT": "1",
-        }
+        config = str(self.directory / "config")
+        return os.environ | {"DOCKER_HOST": self.address, "DOCKER_CONFIG": config, "DOCKER_BUILDKIT": "1"}
 
     def docker(self, *arguments: str) -> str:
         """The output of a docker command, which must succeed."""

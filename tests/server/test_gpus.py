@@ -116,11 +116,7 @@ def test_cuda_visible_devices_chooses_the_gpu(machine: Machine, monkeypatch: pyt
         (["GeForce GTX 1080"], {}, "compute capability 6.1, and 7.5 is needed"),
         (["NVIDIA T400"], {}, "too small for the dit stack, which needs 7.2 GiB free: use a larger GPU"),
         (["NVIDIA L4"], {"free": 5000}, "end other programs on it (nvidia-smi lists them), use a larger"),
-        (
-            ["NVIDIA L4"],
-            {"cuda": ""},
-            "torch is a build for CPUs, which pip would keep; run: pip uninstall --yes torch",
-        ),
+        (["NVIDIA L4"], {"cuda": ""}, "is a build for CPUs, which pip would keep; run: pip uninstall --yes torch"),
         (["NVIDIA GB10"], {}, "no GPU is visible: install NVIDIA's driver"),
         ([], {}, "no GPU is visible: install NVIDIA's driver"),
     ],
@@ -171,9 +167,8 @@ def test_the_doctor_says_what_the_machine_would_serve(machine: Machine, capsys: 
     told = capsys.readouterr().out
     assert "GPU 0: NVIDIA L4 (22.5 GiB, 22.1 free), driver 580.95.05" in told
     assert "plan for 24 GB: up to 56 listeners in 20.8 GiB, new voices are read on the CPU; on NVIDIA L4" in told
-    assert (
-        doctor.main(["--ports", "--set", "max_streams=2"]) == 0 and "max_streams=2, as given" in capsys.readouterr().out
-    )
+    assert doctor.main(["--ports", "--set", "max_streams=2"]) == 0
+    assert "max_streams=2, as given" in capsys.readouterr().out
     assert doctor.main(["--ports", "--set", "max_streams"]) == 1 and "is not KEY=VALUE" in capsys.readouterr().out
     machine("NVIDIA L4", driver="550.1")
     assert doctor.main(["--ports"]) == 0 and "no GPU is used" in capsys.readouterr().out, "auto: the CPU serves"
@@ -268,17 +263,15 @@ def test_a_daemon_of_the_machine_is_used_unless_only_its_pipe_is_left(record, st
 
 @pytest.mark.parametrize("lacking", ["program", "support"])
 def test_where_it_cannot_be_had_one_warning_says_what_that_costs(record, lacking, monkeypatch, caplog) -> None:
-    program = record / mps.PROGRAM
+    program, why = record / mps.PROGRAM, "is not installed"
     if lacking == "program":
         program.unlink()
     else:
-        program.write_text(
-            DAEMON.replace(": break", 'echo "Only the compute mode Default is supported" >"$log"; exit 1')
-        )
+        why = "Only the compute mode Default is supported"
+        program.write_text(DAEMON.replace(": break", f'echo "{why}" >"$log"; exit 1'))
     with mps.shared_gpu(rendered(record)):
         assert mps.PIPES not in os.environ
     (warning,) = caplog.messages
-    why = "is not installed" if lacking == "program" else "Only the compute mode Default is supported"
     assert why in warning and warning.endswith(mps.WITHOUT_MPS)
 
 

@@ -102,9 +102,7 @@ QUICK_START = re.search(
     r"```python\n(from cosyvoice_triton import Speaker\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
 )
 # What the extra `local` does not bring.
-WITHOUT = (
-    "import sys; sys.modules.update(dict.fromkeys(['tritonclient', 'pytriton', 'grpc', 'fastapi', 'matplotlib']))\n"
-)
+WITHOUT = "import sys; sys.modules.update(dict.fromkeys('tritonclient pytriton grpc fastapi matplotlib'.split()))\n"
 
 
 def test_readmes_library_speaks_from_the_wheel_without_a_server(command: Path, tmp_path: Path) -> None:
@@ -222,9 +220,7 @@ for image in ("cpu", "gpu", "trtllm"):
 PYTHONS = {"deploy/constraints/trtllm": ["3.12"], "constraints": ["3.10", "3.11", "3.12"]}
 
 
-@pytest.mark.parametrize(
-    ("file", "python"), [(file, python) for file in LOCKED for python in PYTHONS.get(file, ["3.11"])]
-)
+@pytest.mark.parametrize("file, python", [(file, python) for file in LOCKED for python in PYTHONS.get(file, ["3.11"])])
 def test_the_locked_versions_are_those_of_the_project(file: str, python: str) -> None:
     tomllib = pytest.importorskip("tomllib", reason="since Python 3.11")
     machine = {"python_version": python, "python_full_version": f"{python}.0", "platform_machine": "x86_64"}
