@@ -162,9 +162,7 @@ def test_a_file_with_other_weights_fails_the_check_and_is_kept(exported, tmp_pat
     assert (directory / UNET.file).exists() and (directory / UNET_STREAMING.file).exists()
 
 
-def test_a_missing_file_is_named_with_the_page_that_describes_the_export_and_one_that_is_no_network(
-    demo_models, tmp_path
-):
+def test_a_missing_file_is_named_with_the_page_about_the_export_and_one_that_is_no_network(demo_models, tmp_path):
     with pytest.raises(ValueError, match=r"flow\.decoder.*is missing; export it as docs/gpu.md describes"):
         engine("unet", demo_models / DIRECTORIES["unet"], "onnxruntime")
     (tmp_path / "x.onnx").write_bytes(b"not a network")
