@@ -90,9 +90,7 @@ def cosyvoice3_state(official_state):
     return qwen2 | {name: torch.randn(shape) for name, shape in COSYVOICE3_LLM.shapes(HIDDEN).items()}
 
 
-def test_cosyvoice3_is_converted_with_its_own_tokens_and_nothing_else_can_be_sampled(
-    blank_dir, cosyvoice3_state, tmp_path
-):
+def test_cosyvoice3_has_its_own_tokens_and_nothing_else_can_be_sampled(blank_dir, cosyvoice3_state, tmp_path):
     """tests/assets/golden_cosyvoice3 has upstream's logits of such a conversion."""
     assert convert(cosyvoice3_state, blank_dir, tmp_path, "llm.rl.pt") == 0
     tokenizer = LLMTokenizer.from_dir(tmp_path / "hf")
@@ -106,14 +104,6 @@ def test_cosyvoice3_is_converted_with_its_own_tokens_and_nothing_else_can_be_sam
     assert (allowed == np.arange(first, first + 6761)).all() and (allowed == candidate_ids(tokenizer)).all()
     phonemes = tokenizer.tokenizer.encode("报道[j][ǐ]予[breath][AH0]", add_special_tokens=False).tokens
     assert {"[j]", "[ǐ]", "[breath]", "[AH0]"} <= {*phonemes}
-
-
-def test_the_chat_template_renders_the_prompt(converted):
-    from transformers import AutoTokenizer
-
-    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "<|s_1|>"}]
-    rendered = AutoTokenizer.from_pretrained(converted).apply_chat_template(messages, tokenize=False)
-    assert rendered == LLMTokenizer.from_dir(converted).prompt_string(LLMPrompt("Hello", "", (1,)))
 
 
 @pytest.mark.parametrize(

@@ -92,5 +92,5 @@ def test_transformers_4_and_5_read_the_same_llm_with_the_official_ids(tmp_path: 
         assert read["ids"][-2:] == [first + 5, first + 17] and 56568 in read["ids"]  # 你
         assert read["ends"] == [list(tokenizer.end_ids)] * 2 and read["types"] == ["torch.bfloat16"] * 2
         assert {"[breath]", "<|endofprompt|>"} <= {*read["specials"]}
-        assert read["chat"].endswith("hi<|task_id|><|s_1|>")
+        assert read["chat"] == "<|sos|>hi<|task_id|><|s_1|>"
     assert probe(texts, old_packages()) == [VERSION, *found]

@@ -5,21 +5,13 @@ from cosyvoice_triton.cli.test_llm import main
 from tests.support.http_servers import TOKENS, llm_server
 
 
-def test_one_prompt_through_the_cpu_engine_prints_tokens_speed_and_reason(llm_dir, genai_dir, capsys):
-    arguments = ["--tokenizer_dir", str(llm_dir), "--engine_dir", str(genai_dir), "--seed", "1"]
-    assert main([*arguments, "--max_tokens", "20", "--exact_length"]) == 0
-    figures, tokens, end = capsys.readouterr().out.splitlines()
-    assert tokens.count("<|s_") == 20
-    assert end == "20 tokens, finish reason length"
-    assert "1 stream(s): first token" in figures and "tokens/s each" in figures
-
-
-def test_several_texts_are_answered_together(llm_dir, genai_dir, capsys):
+def test_texts_are_answered_together_by_the_cpu_engine_with_tokens_speed_and_reason(llm_dir, genai_dir, capsys):
     arguments = ["--tokenizer_dir", str(llm_dir), "--engine_dir", str(genai_dir), "--log_level", "info"]
     arguments += ["--seed", "1", "--max_tokens", "20", "--exact_length"]
     assert main([*arguments, "--input_text", "First one.", "And another."]) == 0
-    figures, first, _, second, _ = capsys.readouterr().out.splitlines()
-    assert figures.startswith("2 stream(s)") and first != second
+    figures, first, end, second, _ = capsys.readouterr().out.splitlines()
+    assert figures.startswith("2 stream(s): first token") and "tokens/s each" in figures
+    assert first.count("<|s_") == 20 and end == "20 tokens, finish reason length" and first != second
     assert main([*arguments, "--input_text", "And another."]) == 0
     assert capsys.readouterr().out.splitlines()[1] == second
 

