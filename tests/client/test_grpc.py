@@ -126,14 +126,8 @@ def test_a_text_in_pieces_is_a_sequence_that_ends_with_its_last_piece() -> None:
     stub, pieces = TritonStub(), text_pieces()
     pieces.add("quick.")
     pieces.end()
-
-    async def run(address: str) -> None:
-        async with grpc_client.triton.InferenceServerClient(address) as connection:
-            async for _ in grpc_client.chunks(connection, stub.model, Utterance("quick", pieces=pieces), 60.0):
-                pass
-
     with stub_triton(stub) as address:
-        asyncio.run(run(address))
+        asyncio.run(grpc_client.synthesize(address, stub.model, Utterance("quick", pieces=pieces)))
     sent = [one.parameters for one in stub.requests]
     flags = [(one["sequence_start"].bool_param, one["sequence_end"].bool_param) for one in sent]
     assert flags == [(True, False), (False, False), (False, True)]

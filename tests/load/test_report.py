@@ -92,12 +92,10 @@ def outcome(
     seconds: tuple[float, ...],
     error: str = "",
     timeline: tuple[tuple[str, float], ...] = (),
-    total: float | None = None,
     silence: float | None = None,
 ) -> RequestOutcome:
     samples = tuple(int(length * SAMPLE_RATE) for length in seconds)
-    total = total if total is not None else arrivals[-1] if arrivals else 0.0
-    return RequestOutcome("a", "s:1", 0.0, arrivals, samples, total, error, timeline, silence)
+    return RequestOutcome("a", "s:1", 0.0, arrivals, samples, arrivals[-1], error, timeline, silence)
 
 
 @pytest.mark.parametrize(

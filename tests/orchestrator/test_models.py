@@ -74,10 +74,6 @@ class FakeModels:
     sequences: dict[int, float] = field(default_factory=dict)  # live ones: correlation id -> voice
     ended: list[int] = field(default_factory=list)
 
-    def install(self, models: dict[str, Callee]) -> None:
-        models |= {"audio_tokenizer": self.audio_tokenizer, "speaker_embedding": self.speaker_embedding}
-        models |= {"tensorrt_llm": self.llm, "token2wav": self.token2wav, "token2wav_dit": self.token2wav}
-
     @contextmanager
     def started(self, name: str = "cosyvoice2_dit", decoupled: bool = True, **settings: str) -> Iterator[Any]:
         """The model of that name, initialized; finalized at the end."""
@@ -170,9 +166,10 @@ def failure(request: InferenceRequest) -> tuple[int, str]:
 
 @pytest.fixture
 def models(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> FakeModels:
-    models = FakeModels(tokenizer_dir)
-    models.install(triton_models)
-    return models
+    fakes = FakeModels(tokenizer_dir)
+    triton_models |= {"audio_tokenizer": fakes.audio_tokenizer, "speaker_embedding": fakes.speaker_embedding}
+    triton_models |= {"tensorrt_llm": fakes.llm, "token2wav": fakes.token2wav, "token2wav_dit": fakes.token2wav}
+    return fakes
 
 
 def responses(request: InferenceRequest) -> list[dict[str, np.ndarray]]:

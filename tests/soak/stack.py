@@ -19,11 +19,12 @@ from pathlib import Path
 from cosyvoice_triton.load.doors import Door
 from cosyvoice_triton.monitoring.environment import TEST_FAULTS
 from cosyvoice_triton.server.options import StackOptions
+from cosyvoice_triton.server.readiness import fault
 from cosyvoice_triton.server.rendering import render
 from cosyvoice_triton.server.tritonserver import free_port
 
 from tests.soak.routes import STREAMED, WHOLE, doors
-from tests.support.gateway import Ports, answers, gateway
+from tests.support.gateway import Ports, gateway
 
 READY_SECONDS, POLL_SECONDS = 180.0, 0.5
 RESTART_SECONDS = 1.0  # between the end of a process and its successor
@@ -68,7 +69,7 @@ class SupervisedService:
             life = self._start(clock())
             assert self.process is not None
             while (code := self.process.poll()) is None:
-                if life.ready is None and await asyncio.to_thread(answers, self.page):
+                if life.ready is None and not await asyncio.to_thread(fault, self.page):
                     life.ready, self.expected_end = clock(), ""
                 await asyncio.sleep(POLL_SECONDS)
             if self.stopping:
@@ -135,7 +136,7 @@ class LocalStack:
     async def wait_ready(self) -> None:
         """RuntimeError if it is not ready in time."""
         deadline, services = time.monotonic() + READY_SECONDS, self.services.values()
-        while not all([service.ready and await asyncio.to_thread(answers, service.page) for service in services]):
+        while not all([service.ready and not await asyncio.to_thread(fault, service.page) for service in services]):
             if time.monotonic() > deadline:
                 late = ", ".join(f"{service.name}: {service.log}" for service in services)
                 raise RuntimeError(f"the stack was not ready within {READY_SECONDS:.0f} s; see {late}")

@@ -106,7 +106,7 @@ def test_one_stream_too_many_is_answered_429_with_retry_after(served: StubbedSer
         answer = served.post(TEXT)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert answer.json()["error"]["type"] == "rate_limit_error"
-    until(lambda: not served.live())
+    until(lambda: not counted(served.url, "speech_live_streams"))
     assert served.post(TEXT).status_code == 200
 
 

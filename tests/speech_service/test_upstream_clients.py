@@ -22,7 +22,7 @@ from tests.support.speech_fixtures import StubbedService, stubbed, until
 from tests.support.triton_stub import TritonStub, arrays_of, texts_of
 
 METHOD = "/cosyvoice.CosyVoice/Inference"
-SECONDS = 0.5  # receive_timeout of `address`
+SECONDS = 0.5  # receive_timeout of `service`
 KEY = (("authorization", "Bearer key"),)
 MESSAGES, SERVICES = grpc.protos_and_services(PROTO)
 
@@ -41,14 +41,9 @@ def service(stub: TritonStub) -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def address(service: tuple[str, str]) -> str:
-    return service[1]
-
-
-@pytest.fixture(scope="module")
-def client(address: str) -> Iterator[Any]:
+def client(service: tuple[str, str]) -> Iterator[Any]:
     """Its `Inference`."""
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(service[1]) as channel:
         yield SERVICES.CosyVoiceStub(channel).Inference
 
 
@@ -167,19 +162,19 @@ def unsent(channel: grpc.Channel, metadata: Any, seconds: float = 10.0) -> Any:
     return channel.stream_stream(METHOD)(nothing(), metadata=metadata, timeout=seconds)
 
 
-def test_the_key_is_checked_before_the_request_is_read(address: str) -> None:
-    with grpc.insecure_channel(address) as channel:
+def test_the_key_is_checked_before_the_request_is_read(service) -> None:
+    with grpc.insecure_channel(service[1]) as channel:
         assert code_of(unsent(channel, ())) == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_a_connection_has_twice_as_many_calls_as_streams_and_a_request_must_arrive_in_time(address: str) -> None:
+def test_a_connection_has_twice_as_many_calls_as_streams_and_a_request_must_arrive_in_time(service) -> None:
     """The third one waits until another one ends, and others have a connection of their own."""
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(service[1]) as channel:
         held = [unsent(channel, KEY) for _ in range(2)]
         time.sleep(SECONDS / 4)  # they have been sent
         assert code_of(unsent(channel, (), SECONDS / 4)) == grpc.StatusCode.DEADLINE_EXCEEDED  # not UNAUTHENTICATED
         options = [("grpc.use_local_subchannel_pool", 1)]
-        with grpc.insecure_channel(address, options) as other:
+        with grpc.insecure_channel(service[1], options) as other:
             assert list(SERVICES.CosyVoiceStub(other).Inference(sft("Hello."), metadata=KEY, timeout=20))
         assert [code_of(call) for call in held] == [grpc.StatusCode.DEADLINE_EXCEEDED] * 2
         assert all("did not arrive within 0.5 s" in call.details() for call in held)

@@ -11,7 +11,7 @@ from cosyvoice_triton.text.markup import MAX_VOICE_PARTS, VoicePart, by_voice
 from cosyvoice_triton.voice.files import save_voice
 from cosyvoice_triton.voice.prompt import Recording
 
-from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, say, send, service_with_stub, until
+from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, counted, say, send, service_with_stub, until
 from tests.support.triton_stub import TritonStub, texts_of
 
 VOICES = {"anna": "Words of Anna.", "bert": "Words of Bert."}
@@ -155,8 +155,7 @@ def test_a_client_that_disconnects_ends_the_part_and_those_after_it(served: Stub
     with httpx.stream("POST", served.url + SPEECH, json=body) as answer:
         parts = answer.iter_raw()
         until(lambda: bool(next(parts)) and served.stub.served == before + 2)
-    until(lambda: not served.live())
-    until(lambda: not served.stub.live)
+    until(lambda: not counted(served.url, "speech_live_streams") and not served.stub.live)
     assert served.stub.served == before + 2
 
 

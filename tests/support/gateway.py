@@ -6,14 +6,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx2 as httpx
 import yaml
+from cosyvoice_triton.server.readiness import fault
 from cosyvoice_triton.server.tritonserver import free_port
 
 from tests.conftest import ROOT
@@ -46,11 +46,7 @@ class Gateway:
 
     def servers(self, cluster: str = "tts_grpc") -> int:
         """Return how many servers get requests."""
-        return self.statistic("membership_healthy", cluster)
-
-    def statistic(self, name: str, cluster: str = "tts_grpc") -> int:
-        """Return what Envoy counts for a cluster by this name."""
-        name = f"cluster.{cluster}.{name}"
+        name = f"cluster.{cluster}.membership_healthy"
         return int(get(f"http://127.0.0.1:{self.admin}/stats?filter=^{name}$")[1].removeprefix(f"{name}: "))
 
     def accesses(self) -> list[dict[str, Any]]:
@@ -89,7 +85,7 @@ def gateway(
     with log.open("wb") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
         running = Gateway(listen[8000], listen[8001], listen[10086], listen[9901], listen[9902], log, process)
         try:
-            wait_for(lambda: process.poll() is not None or answers(f"http://127.0.0.1:{running.http}/gateway/health"))
+            wait_for(lambda: process.poll() is not None or not fault(f"http://127.0.0.1:{running.http}/gateway/health"))
             assert process.poll() is None, log.read_text()
             yield running
         finally:
@@ -104,12 +100,6 @@ def at(place: dict[str, Any], port: int) -> dict[str, Any]:
     """Return `place` with an address of this machine."""
     place["address"] = {"socket_address": {"address": "127.0.0.1", "port_value": port}}
     return place
-
-
-def answers(url: str) -> bool:
-    with suppress(httpx.TransportError):
-        return get(url)[0] == 200
-    return False
 
 
 wait_for = partial(until, every=0.1)

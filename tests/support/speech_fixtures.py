@@ -174,9 +174,6 @@ class StubbedService:
     def metrics(self) -> str:
         return httpx.get(f"{self.url}/metrics").text
 
-    def live(self) -> bool:
-        return "speech_live_streams 0.0" not in self.metrics()
-
 
 @contextlib.contextmanager
 def service_with_stub(voices: Path, stub: TritonStub | None = None, **settings: Any) -> Iterator[StubbedService]:
