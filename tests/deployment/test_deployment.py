@@ -44,16 +44,10 @@ def composed(*files: str, profiles: str = "", **settings: str) -> dict[str, Any]
     return dict(yaml.safe_load(ran(*command, COMPOSE_PROFILES=profiles, **settings).stdout))
 
 
-def prepared(command: list[str]) -> Namespace:
-    """The arguments of a container's `cosyvoice-triton prepare`."""
-    assert command[:2] == ["cosyvoice-triton", "prepare"]
-    return prepare.build_parser().parse_args(command[2:])
-
-
 def checked_and_downloaded(service: dict[str, Any]) -> tuple[StackOptions, Namespace]:
     """What a download's container checks the machine for, and the arguments of its `cosyvoice-triton prepare`."""
-    check, download = script_of(service).split(" && exec ")
-    return examined(check, "cosyvoice-triton doctor"), prepared(download.split())
+    check, download = script_of(service).split(" && exec cosyvoice-triton prepare ")
+    return examined(check, "cosyvoice-triton doctor"), prepare.build_parser().parse_args(download.split())
 
 
 def script_of(service: dict[str, Any]) -> str:

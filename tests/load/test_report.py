@@ -7,7 +7,7 @@ import pytest
 from cosyvoice_triton.audible import PLAYER_SECONDS, leading_silence
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.measure import ModelTimes, RequestOutcome, Run, between
-from cosyvoice_triton.load.report import closing_lines, disaggregated_table, markdown_tables, rtf_text, statistics_text
+from cosyvoice_triton.load.report import closing_lines, markdown_tables, rtf_text, statistics_text
 
 TIMELINE = (("voice", 0.01), ("llm", 0.02), ("prompt_cache", 0.03), ("tokens", 0.04), ("audio", 0.09))
 
@@ -65,13 +65,6 @@ def test_the_tables_equal_those_of_the_upstream_document() -> None:
     assert "| 8 | 0.2000 | 600.00 |" in text and "| 8 | 149.50 | 149.50 |" in text
     assert "| 1 | 100 | 0 | 0 | 0 | 100.0 % | 0 |" in text
     assert "| 10.0 / 10.0 | 10.0 / 10.0 | 10.0 / 10.0 | 10.0 / 10.0 | 50.0 / 50.0 |" in text
-
-
-def test_the_disaggregated_table_has_the_documented_columns() -> None:
-    row = figures(concurrent_task_per_instance=3, concurrent_tasks_per_gpu=4.5)
-    head, _, line = disaggregated_table([row], gpus=3).splitlines()
-    assert head.startswith("| token2wav_num_gpu | concurrent_task_per_instance | concurrent_tasks_per_gpu | avg (ms)")
-    assert line.startswith("| 3 | 3 | 4.50 | 149.50 |")
 
 
 def test_a_late_client_is_reported() -> None:

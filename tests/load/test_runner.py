@@ -136,8 +136,10 @@ def test_a_sweep_over_two_addresses_writes_tables_and_a_plot(stub: StubProcess, 
     tables = (tmp_path / "a.md").read_text()
     for title in ("Total Request Latency", "First Chunk Latency", "Playback", "Disaggregated Server"):
         assert f"#### {title}" in tables
-    assert "| 2 | 2 | 1.33 |" in tables, "2 tasks on each of 2 servers with 2 GPUs, and 1 GPU for the LLM"
+    assert "| token2wav_num_gpu | concurrent_task_per_instance | concurrent_tasks_per_gpu | avg (ms)" in tables
     sweep = json.loads((tmp_path / "a.json").read_text())
+    row = f"| 2 | 2 | 1.33 | {sweep['rows'][1]['first_chunk_ms']['mean']:.2f} |"
+    assert row in tables, "2 tasks on each of 2 servers with 2 GPUs, and 1 GPU for the LLM"
     assert [row["label"] for row in sweep["rows"]] == [2, 4] and all(row["errors"] == 0 for row in sweep["rows"])
     assert (tmp_path / "a.png").stat().st_size > 20_000
 

@@ -36,16 +36,7 @@ from cosyvoice_triton.monitoring.health import (
     failure_of,
     report_failure,
 )
-from cosyvoice_triton.monitoring.metrics import (
-    ENDING,
-    QUEUED,
-    MetricsFile,
-    RequestStats,
-    page,
-    read,
-    samples_of,
-    sum_of,
-)
+from cosyvoice_triton.monitoring.metrics import ENDING, MetricsFile, RequestStats, samples_of
 from cosyvoice_triton.server.serving import drain
 from cosyvoice_triton.server.watch import (
     HUNG_SECONDS,
@@ -235,9 +226,9 @@ def test_a_writer_that_ends_in_the_middle_leaves_what_it_wrote_before(tmp_path, 
         patched.setattr(os, "pwrite", lambda descriptor, data, at: write(descriptor, data[:12], at))
         file.write([["third"]])
     file.close()
-    assert read(path) == (2, [["second"]])
+    assert metrics.read(path) == (2, [["second"]])
     MetricsFile(path, [["of the next process"]]).close()
-    assert read(path) == (3, [["of the next process"]])
+    assert metrics.read(path) == (3, [["of the next process"]])
 
 
 def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,8 +349,8 @@ def test_a_lost_model_is_published_as_failing_and_no_longer_a_fault(published: P
     for _ in range(int(HUNG_SECONDS / WATCH_SECONDS) + 2):
         sound.publish()
         assert watch.check() == {} and watch.why_not_ready() == ""
-    assert 'tts_model_failing{model="lost",model_instance="lost_0"} 1' in page(published)
-    assert SUCCESS_AGE.name + '{model="lost"' not in page(published)
+    assert 'tts_model_failing{model="lost",model_instance="lost_0"} 1' in metrics.page(published)
+    assert SUCCESS_AGE.name + '{model="lost"' not in metrics.page(published)
 
 
 def test_a_monitor_tests_its_model_and_publishes_the_result(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,11 +358,12 @@ def test_a_monitor_tests_its_model_and_publishes_the_result(published: Path, mon
     monkeypatch.setattr(process_health, "POLL_SECONDS", 0.01)
     tested = threading.Event()
     args = {"model_name": "m", "model_instance_name": "m_0"}
-    monitor = process_health.ModelMonitor(args, test=tested.set, read=lambda: {QUEUED: 3})
+    monitor = process_health.ModelMonitor(args, test=tested.set, read=lambda: {metrics.QUEUED: 3})
     health.suspect()
     assert tested.wait(5)
     monitor.close()
-    assert sum_of(page(published), QUEUED.name) == 3 and SUCCESS_AGE.name in page(published)
+    page = metrics.page(published)
+    assert metrics.sum_of(page, metrics.QUEUED.name) == 3 and SUCCESS_AGE.name in page
 
 
 def test_a_request_that_is_accepted_last_is_counted_once_its_model_has_published_it(monkeypatch) -> None:

@@ -217,20 +217,17 @@ def test_cancelled_streams_free_their_slots_their_threads_and_leave_every_proces
                 for _ in range(chunks):
                     assert (await anext(waveforms)).waveform.size
 
-    async def four_at_once() -> None:
-        await asyncio.gather(*map(cancel_after, (1, 1, 2, 3)))
-
-    def cancel_four() -> None:
+    async def cancel_four() -> None:
         cancelled = cancelled_requests(server.triton)
-        asyncio.run(four_at_once())
+        await asyncio.gather(*map(cancel_after, (1, 1, 2, 3)))
         until(lambda: cancelled_requests(server.triton) == cancelled + 4, 60)
 
-    cancel_four()  # threads that start once have started now
+    asyncio.run(cancel_four())  # threads that start once have started now
     before, pool = threads(), min(32, (os.cpu_count() or 1) + 4)
     rounds = max(5, (pool + 20) // 4)
     assert 4 * rounds > 2 * STREAMS
     for _ in range(rounds):
-        cancel_four()
+        asyncio.run(cancel_four())
     until(lambda: threads() <= before + pool + 2, 60)  # the last threads may still be ending
     assert_speech(server.stream(TEXT, voice, VOICE_TEXT))
     assert server.triton.model_processes() == processes
