@@ -3,10 +3,8 @@
 import asyncio
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import async_timeout
@@ -73,57 +71,7 @@ async def call(
     return arrays
 
 
-class CallSlots:
-    """A semaphore with a FIFO queue that can be released from any thread, which asyncio.Semaphore cannot."""
-
-    def __init__(self, count: int) -> None:
-        self._free = count
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._lock = threading.Lock()
-
-    async def acquire(self) -> None:
-        with self._lock:
-            if self._free:
-                self._free -= 1
-                return
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # the slot was passed on at the same moment
-                self.release()
-            raise
-
-    def release(self) -> None:
-        """Give a slot back, from any thread."""
-        with self._lock:
-            if not self._waiting:
-                self._free += 1
-                return
-            turn = self._waiting.popleft()
-        try:
-            turn.get_loop().call_soon_threadsafe(self._pass_on, turn)
-        except RuntimeError:  # the loop is closed, so its task no longer waits
-            self.release()
-
-    def _pass_on(self, turn: "asyncio.Future[None]") -> None:
-        if turn.done():  # it no longer waits
-            self.release()
-        else:
-            turn.set_result(None)
-
-
-_slots = CallSlots(CALLS_AT_ONCE)
-
-
-@dataclass(eq=False)
-class _Call:
-    """A function to run in a worker thread, which gives its slot back at the end."""
-
-    function: Callable[[], Any]
-    slots: CallSlots
-    future: Future[Any] = field(default_factory=Future)
+_slots = asyncio.Semaphore(CALLS_AT_ONCE)  # of the loop of the model's requests
 
 
 class _Worker(threading.Thread):
@@ -131,20 +79,18 @@ class _Worker(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="call", daemon=True)
-        self.calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self.start()
 
     def run(self) -> None:
         while True:
-            call = self.calls.get()
+            future, function = self.calls.get()
             try:
-                if call.future.set_running_or_notify_cancel():
-                    call.future.set_result(call.function())
+                if future.set_running_or_notify_cancel():
+                    future.set_result(function())
             except BaseException as error:
-                call.future.set_exception(error)
-            finally:
-                call.slots.release()
-            del call  # an idle thread must not keep its answer
+                future.set_exception(error)
+            del future, function  # an idle thread must not keep its answer
             if len(_idle) >= MAX_IDLE:
                 return
             _idle.append(self)
@@ -158,17 +104,25 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
     """
     if len(_abandoned) >= MAX_ABANDONED:
         raise UnavailableError(f"{len(_abandoned)} calls of other models are stuck; a model hangs or has died")
-    slots = _slots
+    slots, loop = _slots, asyncio.get_running_loop()
     await slots.acquire()
-    call = _Call(function, slots)
+
+    def ended(future: Future[Any]) -> None:
+        try:
+            loop.call_soon_threadsafe(slots.release)
+        except RuntimeError:  # the loop is closed, so none of its tasks waits
+            slots.release()
+
     try:
         worker = _idle.pop() if _idle else _Worker()
     except RuntimeError:  # no thread could be started
         slots.release()
         raise
-    worker.calls.put(call)
+    future: Future[Any] = Future()
+    future.add_done_callback(ended)  # an abandoned call keeps its slot until it has ended
+    worker.calls.put((future, function))
     try:
-        return await asyncio.wrap_future(call.future)
+        return await asyncio.wrap_future(future)
     finally:
-        _abandoned.add(call.future)
-        call.future.add_done_callback(_abandoned.discard)  # at once if it has ended
+        _abandoned.add(future)
+        future.add_done_callback(_abandoned.discard)  # at once if it has ended
