@@ -47,7 +47,7 @@ def test_utterances_are_spoken_whole_and_streamed(demo_models: Path, tmp_path: P
     settings = {"flow_precision": "float32", "profile": "unlimited"}
     options = StackOptions(models_dir=demo_models, device="cpu", settings=settings)
     sentence = Sample("a", "It was possible.", load_recording(TRAINED / "voices/kumo.wav"), "What p says.")
-    found = dict(speech.spoken(options, [sentence], [None], ["offline", "streaming"], 1, tmp_path))
+    found = dict(speech.spoken(options, [sentence], ["offline", "streaming"], 1, tmp_path))
     (whole,), (streamed,) = found["dit-whole"], found["dit"]
     assert whole.wave is not None and streamed.wave is not None and whole.wave.size == streamed.wave.size
     assert len(whole.outcome.arrivals) == 1 < len(streamed.outcome.arrivals)  # type: ignore[union-attr]  # both were answered

@@ -3,7 +3,6 @@
     cosyvoice-triton evaluate models/official --set seed-tts-en --data seedtts_testset
     cosyvoice-triton evaluate models/official --set seed-tts-zh --data seedtts_testset --recogniser 'asr.sh {wav}'
     cosyvoice-triton evaluate models/demo --data my/manifest.jsonl --require 'error_rate<=0.2' 'dnsmos>=2.6'
-    cosyvoice-triton evaluate models/cosyvoice3 --stack cosyvoice3 --data my/manifest.jsonl --prompt-rates 16000 24000
     cosyvoice-triton evaluate models/official --data my/manifest.jsonl --steps 10 8 6 5
 
 --data is the folder of seed-tts-eval (en/meta.lst, zh/meta.lst, each with its prompt-wavs/; its repository,
@@ -45,7 +44,7 @@ from cosyvoice_triton.demo_checkpoint import VOICES_DIR
 from cosyvoice_triton.evaluate import judges, report, speech
 from cosyvoice_triton.evaluate.report import Requirement
 from cosyvoice_triton.load.measure import host_ms
-from cosyvoice_triton.load.samples import Sample
+from cosyvoice_triton.load.samples import Sample, read_manifest
 from cosyvoice_triton.server.options import Device, StackOptions, parse_settings
 from cosyvoice_triton.text.language import language_of
 from cosyvoice_triton.voice.audio import at_rate, load_audio
@@ -121,14 +120,14 @@ def run(args: argparse.Namespace, command: str) -> int:
     """Speaks, judges and reports; returns 1 if a requirement is missed."""
     if args.models is not None and not args.models.is_dir():
         raise ValueError(f"there is no folder {args.models}: give that of the checkpoints, such as models/demo")
-    sentences = speech.read_set(args.set, args.data, args.limit)
+    sentences = read_manifest(args.data / speech.SETS[args.set], limit=args.limit)
     panel = Panel(args.models, args.recogniser)
     args.output.mkdir(parents=True, exist_ok=True)
     spoken = [speech.from_folder(folder, sentences) for folder in args.audio]
     of_counts: list[list[tuple[str, list[speech.SpokenSentence]]]] = []
     if args.models is not None:
         modes = args.modes or (["offline", "streaming"] if args.set != speech.OWN else ["streaming"])
-        how = sentences, args.prompt_rates or [None], modes, args.tasks, args.output
+        how = sentences, modes, args.tasks, args.output
         options, counts = stack_options(args), args.steps or [None]
         of_counts = [list(speech.spoken(options, *how, count)) for count in counts]
         spoken = [*itertools.chain(*of_counts), *spoken]
@@ -203,7 +202,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         help="whole or streamed, a row each (default: both with seed-tts sets, otherwise streaming)",
     )
-    add("--prompt-rates", type=positive_int, nargs="+", metavar="HZ", help="recordings at these rates, a row each")
     add(
         "--require",
         type=Requirement.read,

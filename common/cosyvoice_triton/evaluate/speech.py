@@ -1,6 +1,5 @@
 """The speech to judge: the answers of a stack in this process, or a folder of files."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,11 +12,10 @@ from cosyvoice_triton.load.doors import SpeakerDoor
 from cosyvoice_triton.load.measure import RequestOutcome
 from cosyvoice_triton.load.plan import MIN_WARMUP, Load, LoadJob
 from cosyvoice_triton.load.runner import measured
-from cosyvoice_triton.load.samples import Sample, read_manifest
+from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.server.options import StackOptions
 from cosyvoice_triton.speaker.speaker import Speaker
-from cosyvoice_triton.voice.audio import at_rate, load_audio
-from cosyvoice_triton.voice.prompt import Recording
+from cosyvoice_triton.voice.audio import load_audio
 
 OWN = "own"
 HERE = "this process"
@@ -41,25 +39,15 @@ class SpokenSentence:
     untrimmed: np.ndarray | None = field(default=None, repr=False)
 
 
-def read_set(name: str, data: Path, limit: int | None) -> list[Sample]:
-    """Return the sentences of a set; `data` is seed-tts-eval's folder, or the manifest of one's own set.
-
-    ValueError naming what cannot be read.
-    """
-    return read_manifest(data / SETS[name], limit=limit)
-
-
 def spoken(
     options: StackOptions,
     samples: Sequence[Sample],
-    rates: Sequence[int | None],
     modes: Sequence[Literal["streaming", "offline"]],
     tasks: int,
     output: Path,
     steps: int | None = None,
 ) -> Iterator[tuple[str, list[SpokenSentence]]]:
-    """Yield a name and the answers, for each rate of the recordings, None for their own, and each mode, "offline" or
-    "streaming".
+    """Yield a name and the answers, for each mode, "offline" or "streaming".
 
     tasks: requests at once. output: a folder for the audio. steps: of the Euler solve, which the name then says; None:
     the checkpoint's. ClientError or ValueError.
@@ -69,10 +57,9 @@ def spoken(
         options = replace(options, settings={**options.settings, "n_timesteps": str(steps)})
         label += f"-{steps}-steps"
     with Speaker.of(options) as speaker:
-        for rate, mode in itertools.product(rates, modes):
-            name = label + (f"-{rate}" if rate else "") + ("-whole" if mode == "offline" else "")
-            said = [_at_rate(each, rate) for each in samples]
-            jobs = [LoadJob(each.id, each.utterance({"seed": seed})) for seed, each in enumerate(said)]
+        for mode in modes:
+            name = label + ("-whole" if mode == "offline" else "")
+            jobs = [LoadJob(each.id, each.utterance({"seed": seed})) for seed, each in enumerate(samples)]
             load = Load(servers=[HERE], model=options.orchestrator, mode=mode, jobs=jobs, tasks=tasks)
             answers = _answers(replace(load, warmup=jobs[:MIN_WARMUP]), speaker, samples, output / name)
             untrimmed = {job.id: {**job.base.parameters, "trim_silence": False} for job in jobs[:ONSETS]}
@@ -89,13 +76,6 @@ def _answers(load: Load, speaker: Speaker, samples: Sequence[Sample], folder: Pa
         raise KeyboardInterrupt
     outcomes = {outcome.id: outcome for outcome in run.outcomes}
     return [_answer(each, folder, outcomes.get(each.id)) for each in samples]
-
-
-def _at_rate(sample: Sample, rate: int | None) -> Sample:
-    """Return a sample whose recording has this rate, None for its own."""
-    if rate is None or sample.prompt_audio is None:
-        return sample
-    return replace(sample, prompt_audio=Recording(at_rate(sample.prompt_audio, rate), rate=rate))
 
 
 def _answer(sample: Sample, folder: Path, outcome: RequestOutcome | None) -> SpokenSentence:
