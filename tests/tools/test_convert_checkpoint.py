@@ -74,11 +74,6 @@ def test_every_rank_is_converted_and_one_rank_writes_the_configuration(converted
     assert {each[1:3] for each in converted} == {("bfloat16", "W4A16")}
 
 
-def test_two_quantisation_options_exclude_each_other(converted, llm_dir, tmp_path, capsys):
-    assert run(llm_dir, tmp_path, "--use_weight_only", "--smoothquant", "0.5") == 1
-    assert "exclude each other" in capsys.readouterr().err
-
-
 def test_without_tensorrt_llm_the_error_names_the_image_that_has_it(llm_dir, tmp_path, capsys):
     assert run(llm_dir, tmp_path) == 1
     error = capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Convert a HuggingFace LLM directory to a TensorRT-LLM checkpoint, with upstream's command line. Needs TensorRT-LLM.
+"""Convert a HuggingFace LLM directory to a TensorRT-LLM checkpoint, with upstream's command line but for int8 of
+activations and of the KV cache, which needs calibration. Needs TensorRT-LLM.
 
     cosyvoice-triton prepare convert-checkpoint --model_dir ./cosyvoice2_llm --output_dir ./trt_weights_bfloat16 \\
         --dtype bfloat16
@@ -12,20 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cosyvoice_triton.arguments import command_parser, fraction, positive_int, reporting_errors
+from cosyvoice_triton.arguments import command_parser, positive_int, reporting_errors
 from cosyvoice_triton.cli.upstream import accept_upstream_options
 from cosyvoice_triton.llm.checkpoint import read_limits
 from cosyvoice_triton.llm.engines.interface import require_speech_tokens
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
 WEIGHT_ONLY = {"int8": "W8A16", "int4": "W4A16", "int4_gptq": "W4A16_GPTQ"}
-# By (weight scales per channel, activation scales per token).
-SMOOTHQUANT = {
-    (False, False): "W8A8_SQ_PER_TENSOR_PLUGIN",
-    (False, True): "W8A8_SQ_PER_TENSOR_PER_TOKEN_PLUGIN",
-    (True, False): "W8A8_SQ_PER_CHANNEL_PER_TENSOR_PLUGIN",
-    (True, True): "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN",
-}
 
 
 def convert(args: argparse.Namespace) -> None:
@@ -43,23 +37,11 @@ def convert(args: argparse.Namespace) -> None:
         "disable_weight_only_quant_plugin": args.disable_weight_only_quant_plugin,
     }
     args.output_dir.mkdir(parents=True, exist_ok=True)  # TensorRT-LLM writes one file per rank into it
-    model_dir, output_dir = str(args.model_dir), str(args.output_dir)
-    if args.smoothquant is not None or args.int8_kv_cache:  # calibration handles all ranks at once
-        QWenForCausalLM.quantize(
-            model_dir,
-            output_dir,
-            dtype=args.dtype,
-            mapping=Mapping(**sizes, cp_size=args.cp_size),
-            quant_config=quantisation,
-            calib_dataset=args.calib_dataset,
-            **options,
-        )
-        return
 
     def convert_rank(rank: int) -> None:
         mapping = Mapping(**sizes, rank=rank)
         model = QWenForCausalLM.from_hugging_face(
-            model_dir,
+            str(args.model_dir),
             args.dtype,
             mapping=mapping,
             quant_config=quantisation,
@@ -70,7 +52,7 @@ def convert(args: argparse.Namespace) -> None:
         model.config.mapping.cp_size = args.cp_size
         model.config.mapping.attn_tp_size = model.config.mapping.attn_cp_size = -1
         model.config.mapping.world_size *= args.cp_size
-        model.save_checkpoint(output_dir, save_config=rank == 0)
+        model.save_checkpoint(str(args.output_dir), save_config=rank == 0)
 
     with ThreadPoolExecutor(args.workers) as workers:
         list(workers.map(convert_rank, range(ranks)))
@@ -86,11 +68,6 @@ def quant_config(args: argparse.Namespace) -> Any:
         config.quant_algo = getattr(QuantAlgo, WEIGHT_ONLY[args.weight_only_precision])
         if args.weight_only_precision == "int4_gptq":
             config.group_size, config.has_zero_point, config.pre_quant_scale = args.group_size, True, False
-    elif args.smoothquant is not None:
-        config.quant_algo = getattr(QuantAlgo, SMOOTHQUANT[args.per_channel, args.per_token])
-        config.smoothquant_val = args.smoothquant
-    if args.int8_kv_cache:
-        config.kv_cache_quant_algo = QuantAlgo.INT8
     return config
 
 
@@ -106,11 +83,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--weight_only_precision", nargs="?", choices=tuple(WEIGHT_ONLY), const="int8", default="int8")
     parser.add_argument("--group_size", type=positive_int, default=128, help="for int4_gptq")
     parser.add_argument("--disable_weight_only_quant_plugin", action="store_true")
-    parser.add_argument("--smoothquant", "-sq", type=fraction, help="alpha in 0..1: weights and activations in int8")
-    parser.add_argument("--per_channel", action="store_true", help="smoothquant: one scale per channel")
-    parser.add_argument("--per_token", action="store_true", help="smoothquant: one scale per token")
-    parser.add_argument("--int8_kv_cache", action="store_true", help="KV cache in int8")
-    parser.add_argument("--calib_dataset", default="ccdv/cnn_dailymail", help="for smoothquant and the int8 KV cache")
     parser.add_argument("--load_model_on_cpu", action="store_true", help="read the weights without the GPU")
     parser.add_argument("--use_parallel_embedding", action="store_true")
     parser.add_argument("--embedding_sharding_dim", type=int, choices=(0, 1), default=0)
@@ -121,8 +93,6 @@ def build_parser() -> argparse.ArgumentParser:
 @reporting_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    if args.use_weight_only and args.smoothquant is not None:
-        raise ValueError("--use_weight_only and --smoothquant exclude each other")
     try:
         convert(args)
     except ModuleNotFoundError as error:
