@@ -6,12 +6,14 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
 import numpy as np
 import pytest
 from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.server.serving import serve
 from cosyvoice_triton.server.tritonserver import ServerError, free_port
 from cosyvoice_triton.speech_service import command as speech_command
 from cosyvoice_triton.speech_service.settings import Settings
@@ -299,9 +301,9 @@ def test_the_sidecar_starts_and_stops_with_the_block_and_signals_its_unexpected_
         with stub_triton(TritonStub()) as address:
             with speech_service(address, tmp_path, "127.0.0.1", port):
                 until(lambda: answers(url), 60)
-                # Before its block, that is, before models load.
-                with pytest.raises(ServerError, match=f"port {port} is in use"):
-                    speech_service(address, tmp_path, "127.0.0.1", port)
+                server, seconds = SimpleNamespace(host="127.0.0.1"), {"notice_seconds": 0, "drain_seconds": 0}
+                with pytest.raises(ServerError, match=f"port {port} is in use"):  # before models load
+                    serve(server, health_port=0, announce=print, speech_port=port, **seconds)
             assert not answers(url) and not signalled.is_set()
         with speech_service("no address", tmp_path, "127.0.0.1", port):  # it ends by itself
             assert signalled.wait(60)

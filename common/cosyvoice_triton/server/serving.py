@@ -163,10 +163,11 @@ def serve(
 
     announce: called with the addresses when everything is ready. notice_seconds, drain_seconds: see `drain`. speech:
     runs the speech service on `speech_port`; the event is set if it ends by itself, which also sends this process
-    SIGTERM. ServerError if the health page's port is in use, or tritonserver or the speech service ended unexpectedly.
+    SIGTERM. ServerError if one of both ports is in use, or tritonserver or the speech service ended unexpectedly.
     """
-    if health_port:
-        require_free(health_port, server.host)
+    for port in (health_port, speech_port):
+        if port:  # now: the service begins minutes later, once the models are loaded
+            require_free(port, server.host)
     page = HealthPage(server, server.host, health_port)
     service = speech or contextlib.nullcontext(threading.Event())
     with page as health, mps.shared_gpu(server.repository), server, service as speech_ended:

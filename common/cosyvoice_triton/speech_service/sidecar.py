@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from cosyvoice_triton.server.tritonserver import require_free, uninterrupted
+from cosyvoice_triton.server.tritonserver import uninterrupted
 
 STOP_SECONDS = 40.0  # longer than the service waits for its own streams (command.DRAIN_SECONDS)
 
@@ -17,20 +17,10 @@ STOP_SECONDS = 40.0  # longer than the service waits for its own streams (comman
 _REAPER = 'read -r _ || kill -s TERM "$1"'
 
 
-def speech_service(
-    triton: str, voices: Path, host: str, port: int
-) -> contextlib.AbstractContextManager[threading.Event]:
-    """Serve speech over HTTP while a block runs: `with speech_service(...) as ended:`.
-
-    ServerError if the port is in use, at the call: the block may begin minutes later, once the models are loaded. If
-    the service ends unexpectedly, `ended` is set and this process gets SIGTERM.
-    """
-    require_free(port, host)
-    return _running(triton, voices, host, port)
-
-
 @contextlib.contextmanager
-def _running(triton: str, voices: Path, host: str, port: int) -> Iterator[threading.Event]:
+def speech_service(triton: str, voices: Path, host: str, port: int) -> Iterator[threading.Event]:
+    """Serve speech over HTTP while a block runs: `with speech_service(...) as ended:`. If the service ends
+    unexpectedly, `ended` is set and this process gets SIGTERM."""
     command = ("--url", triton, "--ref_audios_dir", str(voices), "--host", host, "--port", str(port))
     # More than any plan of a GPU (profiles.py): the server beside it refuses what it cannot serve.
     environment = {"SPEECH_MAX_STREAMS": "256"} | os.environ
