@@ -233,19 +233,19 @@ def test_a_request_whose_id_is_not_utf_8_is_answered(serve, decoupled, monkeypat
 def test_a_request_whose_id_is_not_utf_8_can_be_answered_later(monkeypatch):
     sent = request(decoupled=False)
     monkeypatch.setattr(sent, "request_id", b"\xff".decode)
-    triton_io.answer_later(sent, "waveform", model="m")(np.ones(3, np.float32))
+    triton_io.answer_later(sent, model="m")(np.ones(3, np.float32))
     assert sent.sender.final and sent.sender.responses[0].error() is None
 
 
 def test_a_deferred_answer_that_cannot_be_sent_still_ends_the_request():
     sent = request()
-    triton_io.answer_later(sent, "waveform", model="m")(np.array(["no"]))  # a dtype that no tensor can hold
+    triton_io.answer_later(sent, model="m")(np.array(["no"]))  # a dtype that no tensor can hold
     assert sent.sender.final and [response.has_error() for response in sent.sender.responses] == [True]
 
 
 def test_only_the_first_deferred_answer_is_sent():
     sent = request()
-    with triton_io.answer_later(sent, "waveform", model="m") as reply:
+    with triton_io.answer_later(sent, model="m") as reply:
         pass
     assert not sent.sender.final
     reply(np.ones(3, np.float32))
@@ -255,7 +255,7 @@ def test_only_the_first_deferred_answer_is_sent():
 
 def test_a_request_that_cannot_be_handed_over_is_answered_with_the_error():
     sent = request()
-    with triton_io.answer_later(sent, "waveform", model="m"):
+    with triton_io.answer_later(sent, model="m"):
         raise UnavailableError("the queue is full")
     assert sent.sender.responses[0].error().code() == TritonError.UNAVAILABLE
 
@@ -303,7 +303,7 @@ def test_an_answer_proves_that_the_model_works_and_a_bug_makes_it_test_itself(mo
     ):
         triton_io.error_response(error, "m")
         if answer is not None:
-            triton_io.answer_later(request(x=np.ones(1)), "y", model="m")(answer)
+            triton_io.answer_later(request(x=np.ones(1)), model="m")(answer)
         now.test_if_due(lambda number=number: tested.append(number), "m")
         assert (number in tested) == tests
 

@@ -31,7 +31,10 @@ def synthesize(server_url: str, model: str, request: Utterance, timeout: float) 
         with triton.InferenceServerClient(
             location, ssl=address.scheme == "https", connection_timeout=min(timeout, 10.0), network_timeout=timeout
         ) as connection:
-            require_offline_model(connection, server_url, model)
+            if not connection.is_model_ready(model):
+                raise failures.not_served(server_url, model)
+            if connection.get_model_config(model).get("model_transaction_policy", {}).get("decoupled", False):
+                raise failures.streams_only(model)
             inputs = request.tensors(triton.InferInput)
             recorder = Recorder()
             result = connection.infer(model, inputs, parameters=request.parameters or None)
@@ -43,15 +46,6 @@ def synthesize(server_url: str, model: str, request: Utterance, timeout: float) 
         raise failures.timed_out(server_url, timeout) from None
     except (OSError, ValueError, HTTPException) as error:  # the two last: the response is not one of Triton's
         raise failures.unreachable(server_url, error) from None
-
-
-def require_offline_model(connection: triton.InferenceServerClient, server_url: str, model: str) -> None:
-    """Raise ClientError unless `model` is ready and sends one response per request."""
-    if not connection.is_model_ready(model):
-        raise failures.not_served(server_url, model)
-    policy = connection.get_model_config(model).get("model_transaction_policy", {})
-    if policy.get("decoupled", False):
-        raise failures.streams_only(model)
 
 
 @reporting_errors("interrupted; the request was dropped")

@@ -170,21 +170,18 @@ class Responder:
 
 
 class DeferredAnswer:
-    """The single response of a request, sent later from any thread: call it with the output's array or an exception.
+    """The single response of a request, sent later from any thread: call it with the waveform or an exception.
 
     As a context manager it sends the exception that its block raises; a block that raises none leaves the response to
     be sent later.
     """
 
-    def __init__(
-        self, responder: Responder, output: str, model: str, request: str = "", span: tracing.Span = tracing.OFF
-    ) -> None:
+    def __init__(self, responder: Responder, model: str, request: str = "", span: tracing.Span = tracing.OFF) -> None:
         """Make the answer. request: its id, for the log. span: ends with the response."""
         self._request = request
         self._span = span
         self.is_cancelled = responder.is_cancelled
         self._responder = responder
-        self._output = output
         self._model = model
 
     def __call__(self, result: np.ndarray | BaseException) -> None:
@@ -192,7 +189,7 @@ class DeferredAnswer:
         error = result if isinstance(result, BaseException) else None
         try:
             if not isinstance(result, BaseException):
-                self._responder.send({self._output: result[None]})  # (N,) -> (1, N)
+                self._responder.send({"waveform": result[None]})  # (N,) -> (1, N)
         except Exception as failure:  # the request must end even if its response cannot be sent
             error = failure
         self._span.end(error)
@@ -208,14 +205,14 @@ class DeferredAnswer:
         return True
 
 
-def answer_later(request: Any, output: str, *, model: str) -> DeferredAnswer:
+def answer_later(request: Any, *, model: str) -> DeferredAnswer:
     """Return the answer that `execute` of a model that is not decoupled hands to another thread with the request."""
     try:
         name = request.request_id()
     except ValueError:  # it is not UTF-8, and only for the log
         name = ""
     span = tracing.child(model, parameters(request)) if tracing.is_on() else tracing.OFF
-    return DeferredAnswer(Responder(request.get_response_sender(), decoupled=False), output, model, name, span)
+    return DeferredAnswer(Responder(request.get_response_sender(), decoupled=False), model, name, span)
 
 
 Handler = Callable[[Any, Responder], Awaitable[None]]

@@ -99,21 +99,19 @@ def log_mel(wav: Tensor) -> Tensor:
     return (bands.maximum(floor) + 4) / 4
 
 
-def fbank(
-    wav: Tensor, *, bins: int = MEL_BINS, rate: int = PROMPT_SAMPLE_RATE, mean_normalised: bool = False
-) -> Tensor:
-    """Return a wave (N,) as Kaldi log filter bank (T, bins), 25 ms windows every 10 ms, no dither.
+def fbank(wav: Tensor, *, mean_normalised: bool = False) -> Tensor:
+    """Return a 16 kHz wave (N,) as Kaldi log filter bank (T, 80), 25 ms windows every 10 ms, no dither.
 
     mean_normalised: subtract each band's mean over time, as CAM++ expects.
     """
     import kaldi_native_fbank as knf  # here: clients read and write files without it
 
     options = knf.FbankOptions()
-    options.frame_opts.samp_freq = rate
+    options.frame_opts.samp_freq = PROMPT_SAMPLE_RATE
     options.frame_opts.dither = 0.0
-    options.mel_opts.num_bins = bins
+    options.mel_opts.num_bins = MEL_BINS
     extractor = knf.OnlineFbank(options)
-    extractor.accept_waveform(rate, wav.cpu().numpy())
+    extractor.accept_waveform(PROMPT_SAMPLE_RATE, wav.cpu().numpy())
     extractor.input_finished()
     frames = [extractor.get_frame(index) for index in range(extractor.num_frames_ready)]
     if not frames:

@@ -35,7 +35,7 @@ class Token2WavModel:
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            with triton_io.answer_later(request, "waveform", model=self._name) as answer:
+            with triton_io.answer_later(request, model=self._name) as answer:
                 tensors = triton_io.read_all(request)
                 if "reference_wav" not in tensors:
                     self._submit(request, tensors, answer)
