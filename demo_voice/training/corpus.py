@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cosyvoice_triton.text import TextFrontend
+from cosyvoice_triton.text.frontend import TextFrontend
 from tqdm import tqdm
 
 from demo_voice.training.grammar import everyday_sentence

@@ -31,7 +31,7 @@ from cosyvoice_triton.llm.speech_tokens import (
 from cosyvoice_triton.orchestrator.request import RequestRules
 from cosyvoice_triton.prepare.huggingface_llm import COSYVOICE2_LLM, COSYVOICE3_LLM, _write_tokenizer
 from cosyvoice_triton.stacks import TokenizerRules
-from cosyvoice_triton.text import TextFrontend
+from cosyvoice_triton.text.frontend import TextFrontend
 from cosyvoice_triton.voice.files import spk2info_prompt
 from transformers import Qwen2ForCausalLM
 

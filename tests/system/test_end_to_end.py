@@ -21,7 +21,7 @@ from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.monitoring.metrics import page
 from cosyvoice_triton.orchestrator.synthesis import SENTENCE_PAUSE
-from cosyvoice_triton.text import TextFrontend
+from cosyvoice_triton.text.frontend import TextFrontend
 from cosyvoice_triton.voice.audio import load_audio
 from cosyvoice_triton.voice.features import resample
 from tritonclient.grpc import service_pb2, service_pb2_grpc

@@ -12,7 +12,8 @@ from statistics import median
 import pytest
 from cosyvoice_triton.constants import TOKEN_RATE
 from cosyvoice_triton.llm.interface import LengthRatios, LLMPrompt, Sampling
-from cosyvoice_triton.text import TextFrontend, clean_text
+from cosyvoice_triton.text.cleaning import clean_text
+from cosyvoice_triton.text.frontend import TextFrontend
 from cosyvoice_triton.text.segments import SEGMENT_SECONDS, expected_seconds
 
 from tests.support.qwen_vocabulary import qwen2_tokenizer

@@ -1,5 +1,5 @@
 import pytest
-from cosyvoice_triton.text import clean_line, clean_text, split_instruction, strip_control_tokens
+from cosyvoice_triton.text.cleaning import clean_line, clean_text, split_instruction, strip_control_tokens
 
 
 def clean(text: str) -> str:

@@ -2,8 +2,8 @@ from collections.abc import Iterator
 
 import pytest
 from cosyvoice_triton.prepare.huggingface_llm import PHONEMES, TEXT_SPECIALS
-from cosyvoice_triton.text import TextFrontend, clean_text
-from cosyvoice_triton.text.frontend import normalized
+from cosyvoice_triton.text.cleaning import clean_text
+from cosyvoice_triton.text.frontend import TextFrontend, normalized
 from cosyvoice_triton.text.segments import SEGMENT_SECONDS, expected_seconds, segments, sentences
 
 

@@ -5,7 +5,8 @@ from contextlib import suppress
 from time import thread_time
 
 import pytest
-from cosyvoice_triton.text import TextFrontend, clean_text
+from cosyvoice_triton.text.cleaning import clean_text
+from cosyvoice_triton.text.frontend import TextFrontend
 from cosyvoice_triton.text.markup import parts
 
 HOSTILE = {

@@ -1,8 +1,8 @@
 """The language of texts: by script, by guess, by name."""
 
 import pytest
-from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.text.cleaning import plain_signs
+from cosyvoice_triton.text.frontend import TextFrontend
 from cosyvoice_triton.text.language import OF_COSYVOICE2, language_of, language_of_sentence, named
 
 

@@ -1,5 +1,6 @@
 import pytest
-from cosyvoice_triton.text import TextFrontend, clean_text
+from cosyvoice_triton.text.cleaning import clean_text
+from cosyvoice_triton.text.frontend import TextFrontend
 from cosyvoice_triton.text.markup import MAX_PAUSES_SECONDS, Pause, parts
 
 

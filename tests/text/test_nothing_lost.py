@@ -4,9 +4,8 @@ import unicodedata
 from collections import Counter
 
 import pytest
-from cosyvoice_triton.text import TextFrontend, clean_text
-from cosyvoice_triton.text.cleaning import _ENTITY, _FORMULA, plain_signs, plain_text, without_markup
-from cosyvoice_triton.text.frontend import normalized
+from cosyvoice_triton.text.cleaning import _ENTITY, _FORMULA, clean_text, plain_signs, plain_text, without_markup
+from cosyvoice_triton.text.frontend import TextFrontend, normalized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from cosyvoice_triton.text import TextFrontend
+from cosyvoice_triton.text.frontend import TextFrontend
 from cosyvoice_triton.text.pronunciation import MAX_WORDS, Pronouncer, combined, pronunciations, read_pronunciations
 
 WORDS = {"ß": "s", "nginx": "engine x", "US": "the States", "重庆": "崇庆", "C++": "C plus plus"}

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cosyvoice_triton.text import TextFrontend, clean_text
+from cosyvoice_triton.text.cleaning import clean_text
+from cosyvoice_triton.text.frontend import TextFrontend
 from cosyvoice_triton.text.kana import kana_available
 
 CASES = Path(__file__).parent / "cases"

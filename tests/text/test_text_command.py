@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from cosyvoice_triton.cli import text as command
-from cosyvoice_triton.text import TextFrontend, frontend
+from cosyvoice_triton.text import frontend
+from cosyvoice_triton.text.frontend import TextFrontend
 from cosyvoice_triton.text.kana import MISSING
 
 

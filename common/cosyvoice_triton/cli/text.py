@@ -23,8 +23,8 @@ from cosyvoice_triton import stacks
 from cosyvoice_triton.arguments import command_parser, reporting_errors
 from cosyvoice_triton.client.arguments import words
 from cosyvoice_triton.config import OrchestratorConfig
-from cosyvoice_triton.text import TextFrontend, clean_text
-from cosyvoice_triton.text.cleaning import control_tokens
+from cosyvoice_triton.text.cleaning import clean_text, control_tokens
+from cosyvoice_triton.text.frontend import TextFrontend
 
 _frontend = cache(TextFrontend)
 

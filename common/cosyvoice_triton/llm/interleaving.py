@@ -20,7 +20,7 @@ from dataclasses import replace
 from cosyvoice_triton.constants import MAX_STREAM_TOKENS
 from cosyvoice_triton.llm.interface import MAX_SEED, FinishReason, LLMPrompt, Sampling, SpeechLM, TokenChunk
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
-from cosyvoice_triton.text import is_speakable, strip_control_tokens
+from cosyvoice_triton.text.cleaning import is_speakable, strip_control_tokens
 
 TEXT_BLOCK, SPEECH_BLOCK = 5, 15
 LONGEST_WORD = 64  # characters; of a longer one the beginning is not held back

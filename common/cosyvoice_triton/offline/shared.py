@@ -29,7 +29,7 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.load.report import table
 from cosyvoice_triton.load.samples import Sample, read_dataset, read_manifest
 from cosyvoice_triton.stacks import Stack
-from cosyvoice_triton.text import clean_line
+from cosyvoice_triton.text.cleaning import clean_line
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.voice.audio import save_audio
 from cosyvoice_triton.voice.prompt import Prompt, Recording, validate_reference

@@ -18,7 +18,7 @@ from cosyvoice_triton.orchestrator.request import RequestRules, default_sampling
 from cosyvoice_triton.orchestrator.synthesis import Instructions, Synthesizer
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavPort
 from cosyvoice_triton.stacks import Stack
-from cosyvoice_triton.text import TextFrontend
+from cosyvoice_triton.text.frontend import TextFrontend
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.prompt import PromptEncoder
 from cosyvoice_triton.voice.silent_tokens import silent_tokens

@@ -16,7 +16,13 @@ from cosyvoice_triton.llm.interface import Sampling, preset_values
 from cosyvoice_triton.monitoring.tracing import TRACEPARENT
 from cosyvoice_triton.orchestrator.conversion import Source
 from cosyvoice_triton.orchestrator.report import OnWarning, ignore
-from cosyvoice_triton.text import clean_line, clean_text, clean_transcript, split_instruction, strip_control_tokens
+from cosyvoice_triton.text.cleaning import (
+    clean_line,
+    clean_text,
+    clean_transcript,
+    split_instruction,
+    strip_control_tokens,
+)
 from cosyvoice_triton.text.frontend import SPELLING
 from cosyvoice_triton.text.language import EVERY, Language, named
 from cosyvoice_triton.text.markup import left_out, without_duration

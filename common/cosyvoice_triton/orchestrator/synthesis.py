@@ -37,7 +37,7 @@ from cosyvoice_triton.orchestrator.token2wav_port import Token2WavPort, Token2Wa
 from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter, TokenBuffer
 from cosyvoice_triton.refusals import LastRefusal
 from cosyvoice_triton.tasks import TaskScope
-from cosyvoice_triton.text import TextFrontend
+from cosyvoice_triton.text.frontend import TextFrontend
 from cosyvoice_triton.text.markup import Pause
 from cosyvoice_triton.text.pronunciation import combined
 from cosyvoice_triton.text.segments import SentenceSplitter, expected_seconds, is_open

@@ -11,7 +11,7 @@ from cosyvoice_triton.constants import MAX_TRANSCRIPT_CHARS
 from cosyvoice_triton.llm.interface import LLMPrompt
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.server.options import StackOptions
-from cosyvoice_triton.text import clean_transcript, stored_transcript
+from cosyvoice_triton.text.cleaning import clean_transcript, stored_transcript
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.encoders import ReferenceEncoder
 from cosyvoice_triton.voice.files import is_voice_name, save_pronunciation, save_voice, write_spk2info

@@ -29,8 +29,8 @@ from cosyvoice_triton.speech_service.outcomes import Outcomes
 from cosyvoice_triton.speech_service.security.guard import API_KEY
 from cosyvoice_triton.speech_service.settings import Settings, imported
 from cosyvoice_triton.speech_service.voices import VoiceFolder
-from cosyvoice_triton.text import TextFrontend, clean_text
-from cosyvoice_triton.text.frontend import SPELLING
+from cosyvoice_triton.text.cleaning import clean_text
+from cosyvoice_triton.text.frontend import SPELLING, TextFrontend
 from cosyvoice_triton.text.markup import without_duration
 from cosyvoice_triton.text.pronunciation import MAX_WORDS, combined, pronunciations
 from cosyvoice_triton.voice.judgement import judge

@@ -18,7 +18,7 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.speech_service.audio.recordings import decode, decode_apart
 from cosyvoice_triton.speech_service.errors import ApiError, invalid, naming
 from cosyvoice_triton.speech_service.limits import MAX_FIELDS, Finite, Text, Words
-from cosyvoice_triton.text import clean_transcript, stored_transcript
+from cosyvoice_triton.text.cleaning import clean_transcript, stored_transcript
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.bundle import export_voice, read_bundle
 from cosyvoice_triton.voice.files import MAX_NAME_BYTES, delete_voice, is_voice_name, normalized, register_voice

@@ -11,25 +11,3 @@ kana.py            Japanese kanji as kana, by an optional package
 segments.py        sentences, also of a text that arrives in pieces, the seconds that a text takes, segments
 frontend.py        numbers and signs as words; all of this: a text -> its segments
 """
-
-from cosyvoice_triton.text.cleaning import (
-    clean_line,
-    clean_text,
-    clean_transcript,
-    is_speakable,
-    split_instruction,
-    stored_transcript,
-    strip_control_tokens,
-)
-from cosyvoice_triton.text.frontend import TextFrontend
-
-__all__ = [
-    "TextFrontend",
-    "clean_line",
-    "clean_text",
-    "clean_transcript",
-    "is_speakable",
-    "split_instruction",
-    "stored_transcript",
-    "strip_control_tokens",
-]

@@ -14,7 +14,7 @@ from typing import Any
 
 from cosyvoice_triton.constants import MAX_REFERENCE_RATE, MAX_REFERENCE_SECONDS, MAX_TRANSCRIPT_CHARS
 from cosyvoice_triton.errors import json_kind
-from cosyvoice_triton.text import clean_transcript, stored_transcript
+from cosyvoice_triton.text.cleaning import clean_transcript, stored_transcript
 from cosyvoice_triton.text.pronunciation import pronunciations, read_pronunciations
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.files import PRONUNCIATION, is_voice_name, parse_voice

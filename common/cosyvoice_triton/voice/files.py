@@ -30,7 +30,7 @@ from cosyvoice_triton.constants import (
     TOKEN_MEL_RATIO,
     TOKEN_RATE,
 )
-from cosyvoice_triton.text import clean_transcript, stored_transcript
+from cosyvoice_triton.text.cleaning import clean_transcript, stored_transcript
 from cosyvoice_triton.voice.prompt import Prompt, Recording, validate_loudness, validate_reference
 from cosyvoice_triton.voice.recordings import ENDINGS, parse_recording
 from cosyvoice_triton.voice.rights import MAX_HEADER_BYTES, UNKNOWN, Rights, header_bytes

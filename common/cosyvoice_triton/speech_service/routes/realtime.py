@@ -28,7 +28,7 @@ from cosyvoice_triton.speech_service.routes.realtime_response import Response, n
 from cosyvoice_triton.speech_service.routes.sessions import SocketSessionBase
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.speech_service.settings import MAX_CHAR_BYTES
-from cosyvoice_triton.text import is_speakable
+from cosyvoice_triton.text.cleaning import is_speakable
 
 DELTA_BYTES = 1 << 15  # of audio in one event: 0.7 s; some clients refuse messages of a megabyte
 

@@ -33,7 +33,7 @@ from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.speech_service.limits import MAX_WAITING_CHARS, MAX_WAITING_UTTERANCES
 from cosyvoice_triton.speech_service.routes.sessions import SocketSessionBase
 from cosyvoice_triton.speech_service.service import Service
-from cosyvoice_triton.text import is_speakable
+from cosyvoice_triton.text.cleaning import is_speakable
 from cosyvoice_triton.text.markup import without_voices
 from cosyvoice_triton.text.segments import WINDOW, SentenceSplitter
 
