@@ -34,8 +34,20 @@ LOG_DIR = Path("tmp")  # upstream's
 
 @reporting_errors("interrupted; the request was cancelled")
 def main(argv: list[str] | None = None) -> int:
+    """Send one request, or many if the options ask for a measurement; return the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    return run(parse_args(argv))
+    args = parse_args(argv)
+    server = f"{args.server_addr}:{args.server_port}"
+    several = args.num_tasks > 1 or (args.num_requests or 1) > 1
+    data = args.manifest_path or args.huggingface_dataset or args.use_spk2info_cache
+    if several or data or args.request_rate or args.log_dir:
+        return measure(args, server)
+    request = utterance_of(args)
+    answer = asyncio.run(synthesize(server, args.model_name, request, args.mode, args.timeout))
+    answer.save(args.output_audio)
+    print(answer.summary())
+    print(f"written to         {args.output_audio}")
+    return 0
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -52,21 +64,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     load.add_argument("--log-dir", type=Path, help="directory for audio and figures (default: tmp)")
     accept_upstream_options(parser, "client_grpc")
     return parser.parse_args(argv)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Send one request, or many if the options ask for a measurement; return the exit code."""
-    server = f"{args.server_addr}:{args.server_port}"
-    several = args.num_tasks > 1 or (args.num_requests or 1) > 1
-    data = args.manifest_path or args.huggingface_dataset or args.use_spk2info_cache
-    if several or data or args.request_rate or args.log_dir:
-        return measure(args, server)
-    request = utterance_of(args)
-    answer = asyncio.run(synthesize(server, args.model_name, request, args.mode, args.timeout))
-    answer.save(args.output_audio)
-    print(answer.summary())
-    print(f"written to         {args.output_audio}")
-    return 0
 
 
 def measure(args: argparse.Namespace, server: str) -> int:

@@ -111,13 +111,10 @@ def _installed(judge: Callable[[], JudgeT]) -> JudgeT | None:
 
 @reporting_errors("interrupted; everything was shut down")
 def main(argv: Sequence[str] | None = None) -> int:
+    """Speak, judge and report; return 1 if a requirement is missed."""
     args = parse_args(argv)
+    command = shlex.join(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    return run(args, shlex.join(sys.argv[1:] if argv is None else argv))
-
-
-def run(args: argparse.Namespace, command: str) -> int:
-    """Speaks, judges and reports; returns 1 if a requirement is missed."""
     if args.models is not None and not args.models.is_dir():
         raise ValueError(f"there is no folder {args.models}: give that of the checkpoints, such as models/demo")
     sentences = read_manifest(args.data / speech.SETS[args.set], limit=args.limit)

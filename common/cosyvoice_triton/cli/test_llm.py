@@ -91,16 +91,17 @@ async def generate_all(llm: SpeechLM, prompts: Sequence[LLMPrompt], sampling: Sa
     return answers
 
 
-async def generate_and_print(args: argparse.Namespace, tokenizer: LLMTokenizer, llm: SpeechLM) -> None:
+async def run(args: argparse.Namespace, tokenizer: LLMTokenizer) -> None:
     prompts = [padded(LLMPrompt(text), args.prompt_ids, tokenizer) for text in args.input_text]
     sampling = Sampling(
         **{name: getattr(args, name) for name in SAMPLING_OPTIONS},
         seed=args.seed,
         min_tokens=args.max_tokens if args.exact_length else 0,
     )
-    for streams in args.streams or [len(prompts)]:
-        for _ in range(args.repeats):
-            answers = await generate_all(llm, list(islice(cycle(prompts), streams)), sampling)
+    async with aclosing(await speech_lm(args, tokenizer)) as llm:
+        for streams in args.streams or [len(prompts)]:
+            for _ in range(args.repeats):
+                answers = await generate_all(llm, list(islice(cycle(prompts), streams)), sampling)
     if not args.streams:
         for answer in answers:
             print(speech_token_text(answer.tokens))
@@ -127,11 +128,6 @@ async def speech_lm(args: argparse.Namespace, tokenizer: LLMTokenizer) -> Speech
         gc.collect()
         gc.freeze()  # as a server does when it is ready
     return EngineLM(engine, tokenizer, NO_RATIOS)
-
-
-async def run(args: argparse.Namespace, tokenizer: LLMTokenizer) -> None:
-    async with aclosing(await speech_lm(args, tokenizer)) as llm:
-        await generate_and_print(args, tokenizer, llm)
 
 
 def build_parser() -> argparse.ArgumentParser:
