@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the options and serve until SIGTERM; return the exit code."""
+    """Parse the options and serve until SIGTERM; return 1 if an option is wrong or the server could not start."""
     args = vars(build_parser().parse_args(argv))
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in args.items()}
     try:
@@ -59,15 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
-    return serve(settings)
-
-
-def serve(settings: Settings) -> int:
-    """Serve until SIGTERM; return 1 if the server could not start."""
-    from cosyvoice_triton.speech_service.security.guard import (
-        RequestIdFilter,
-        key_name,
-    )  # here: --help and errors are fast
+    # Here: --help and errors are fast.
+    from cosyvoice_triton.speech_service.security.guard import RequestIdFilter, key_name
 
     log = logging.StreamHandler()
     log.addFilter(RequestIdFilter())
