@@ -23,7 +23,7 @@ from cosyvoice_triton import stacks
 from cosyvoice_triton.background import BackgroundLoop, in_thread
 from cosyvoice_triton.client.failures import ClientError
 from cosyvoice_triton.client.grpc_client import AsyncConnection, served_model
-from cosyvoice_triton.client.utterance import Pieces, Utterance, read_reference, sound_pieces
+from cosyvoice_triton.client.utterance import Pieces, Utterance, read_reference
 from cosyvoice_triton.constants import GRPC_PORT, PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.errors import is_overloaded
 from cosyvoice_triton.server.installation import ServerError
@@ -109,7 +109,7 @@ class Client:
             reference_sample_rate=reference_sample_rate,
             source=source,
             source_sample_rate=source_sample_rate,
-            source_pieces=None if live is None else sound_pieces(),
+            source_pieces=None if live is None else Pieces(np.concatenate),
         )
         return self._loop.iterate(self._received(utterance, timeout, live or ()))
 

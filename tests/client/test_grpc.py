@@ -21,7 +21,7 @@ import soundfile as sf
 from cosyvoice_triton import Client, ClientError, Server, ServerError, api
 from cosyvoice_triton.cli import client_grpc, client_http, say
 from cosyvoice_triton.client import grpc_client
-from cosyvoice_triton.client.utterance import Utterance, text_pieces
+from cosyvoice_triton.client.utterance import Pieces, Utterance
 from cosyvoice_triton.constants import MIN_REFERENCE_SECONDS, SAMPLE_RATE
 from cosyvoice_triton.prepare import steps
 from cosyvoice_triton.server.tritonserver import free_port
@@ -123,7 +123,7 @@ def test_closing_a_stream_cancels_its_request_while_the_connection_stays_open() 
 
 
 def test_a_text_in_pieces_is_a_sequence_that_ends_with_its_last_piece() -> None:
-    stub, pieces = TritonStub(), text_pieces()
+    stub, pieces = TritonStub(), Pieces("".join)
     pieces.add("quick.")
     pieces.end()
     with stub_triton(stub) as address:

@@ -30,7 +30,7 @@ PieceT = TypeVar("PieceT", str, np.ndarray)
 
 class Pieces(Generic[PieceT]):
     """A text while it is being written, or samples while somebody speaks: readers get the pieces as they are added,
-    each reader from the beginning. join: makes one of several."""
+    each reader from the beginning. join: makes one of several: "".join, or np.concatenate of samples, float32 (N,)."""
 
     def __init__(self, join: Callable[[list[PieceT]], PieceT]) -> None:
         self.length = 0  # characters or samples
@@ -64,15 +64,6 @@ class Pieces(Generic[PieceT]):
             else:
                 self._changed.clear()
                 await self._changed.wait()
-
-
-def text_pieces() -> Pieces[str]:
-    return Pieces("".join)
-
-
-def sound_pieces() -> Pieces[np.ndarray]:
-    """Return those of samples, float32 (N,)."""
-    return Pieces(np.concatenate)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 from fastapi import APIRouter, Request, WebSocket
 from starlette.responses import Response
 
-from cosyvoice_triton.client.utterance import Pieces, sound_pieces
+from cosyvoice_triton.client.utterance import Pieces
 from cosyvoice_triton.constants import MAX_REFERENCE_RATE, MAX_SOURCE_SECONDS, MIN_REFERENCE_RATE, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.speech_service import openapi as doc
 from cosyvoice_triton.speech_service.bodies import ConversionRequest, parse
@@ -106,7 +106,7 @@ class ConversionSession(SocketSessionBase):
                 raise ApiError(
                     429, f"{MAX_WAITING_CONVERSIONS} utterances are waiting: wait for audio.done", code="too_much_audio"
                 )
-            self._pieces = sound_pieces()
+            self._pieces = Pieces(np.concatenate)
             self._waiting.append(self._pieces)
             self._wake()
         if self._pieces.length + len(data) // 2 > MAX_SOURCE_SECONDS * self._rate:

@@ -24,7 +24,7 @@ from typing import Any
 
 from fastapi import APIRouter, WebSocket
 
-from cosyvoice_triton.client.utterance import Pieces, text_pieces
+from cosyvoice_triton.client.utterance import Pieces
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.audio.spoken import Word, spoken_words
@@ -128,7 +128,7 @@ class SocketSession(SocketSessionBase):
 
     def _add_piece(self, piece: str) -> None:
         if self._pieces is None:
-            self._pieces = text_pieces()
+            self._pieces = Pieces("".join)
             self._waiting.append(self._pieces)
             self._wake()
         if self._pieces.ended:
