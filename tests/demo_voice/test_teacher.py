@@ -185,7 +185,7 @@ def test_weights_have_the_names_and_layouts_of_torch(tmp_path: Path) -> None:
                  *quantisation),
         ], "g", [], [], [numpy_helper.from_array(np.asarray(value), name) for name, value in held.items()],
     )  # fmt: skip
-    kokoro_weights._save(tmp_path / "weights-0.npz", kokoro_weights.weights_of(graph))
+    np.savez_compressed(tmp_path / kokoro_weights.FILE, **kokoro_weights.weights_of(graph))
     weights = kokoro_weights.load(tmp_path)
     np.testing.assert_array_equal(weights.pop("predictor.F0.1.pool.bias"), held["encoder.predictor.F0.1.pool.bias"])
     convolution = (held["decode/Mul_quantized"].astype(np.float32) - 7) * 0.5
