@@ -19,17 +19,17 @@ from cosyvoice_triton.constants import HOP_SAMPLES, SPEAKER_DIM
 from cosyvoice_triton.errors import FatalError, OverloadedError, UnavailableError
 from cosyvoice_triton.monitoring.metrics import QUEUED, STREAMS
 from cosyvoice_triton.profiles import UNLIMITED, Profile
-from cosyvoice_triton.token2wav.policy.admission import Admission
 from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest
 from cosyvoice_triton.token2wav.serving.service import Token2WavService
-from cosyvoice_triton.token2wav.serving.session import Session, Sessions
 from cosyvoice_triton.token2wav.serving.worker import Worker
 
 from tests.support.fake_engine import (
+    NEW,
     NO_TOKENS,
     PROMPT,
     Client,
     FakeEngine,
+    answered,
     queue_behind_a_running_chunk,
     running_chunk,
     two_workers,
@@ -67,11 +67,13 @@ def test_a_failed_chunk_frees_its_stream_and_no_other(service, client, token, er
     assert len(client.send(2, [4], final=False)) == 2 * HOP_SAMPLES
 
 
-def test_a_chunk_that_fails_alone_ends_no_other_stream_of_its_batch(service, client, engine):
-    waiting = queue_behind_a_running_chunk(client, engine, {1: [12], 2: [5]})
+@pytest.mark.parametrize(("token", "other"), [(12, np.ndarray), (13, RuntimeError)], ids=["alone", "with its batch"])
+def test_a_chunk_that_fails_is_an_error_for_itself_or_for_each_of_its_batch(service, client, engine, token, other):
+    waiting = queue_behind_a_running_chunk(client, engine, {1: [token], 2: [5]})
     engine.gate.set()
-    assert isinstance(waiting[1].get(timeout=10), RuntimeError) and len(waiting[2].get(timeout=10))
-    assert engine.batches[-1] == [12, 5] and len(client.send(2, [6], final=True, end=True))
+    replies = [replies.get(timeout=10) for replies in waiting]
+    assert [type(reply) for reply in replies] == [np.ndarray, RuntimeError, other]
+    assert service.stats()[STREAMS] == (2 if other is np.ndarray else 1)
 
 
 def test_the_service_tests_itself_through_its_queue(service, engine):
@@ -82,14 +84,6 @@ def test_the_service_tests_itself_through_its_queue(service, engine):
     with pytest.raises(RuntimeError, match="broken chunk"):
         service.test()
     assert engine.live == 0
-
-
-def test_a_failed_batch_is_an_error_for_each_of_its_chunks(service, client, engine):
-    waiting = queue_behind_a_running_chunk(client, engine, {1: [13], 2: [5]})
-    engine.gate.set()
-    replies = [replies.get(timeout=10) for replies in waiting]
-    assert [type(reply) for reply in replies] == [np.ndarray, RuntimeError, RuntimeError]
-    assert service.stats()[STREAMS] == 1
 
 
 def test_a_cancelled_request_that_waited_frees_its_stream_unrendered(service, client, engine, clock):
@@ -239,39 +233,21 @@ def test_a_service_that_fails_in_a_batch_replies_once_to_each_of_its_chunks(serv
     assert all(replies.empty() for replies in waiting)
 
 
-class Table:
-    """Sessions with a clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.sessions = Sessions(Admission(8, 1600, 0.0), 8, lambda: self.now)
-
-    def ask(self, name: str) -> Session:
-        """Ask for a segment whose listener is said to have a second of audio left."""
-        request = Token2WavRequest(name, start=True, end=True, tokens=np.arange(3), prompt=PROMPT, audio_left=1.0)
-        self.sessions.add(request)
-        return next(session for session in self.sessions if session.id == name)
-
-    def end(self, session: Session) -> None:
-        """End the first segment of a session with its final chunk."""
-        self.sessions.finished(session)
-        self.sessions.answered(session)
-
-    def remembers(self, name: str) -> bool:
-        """Return whether a further segment is known to have a listener: only then is it believed what audio is left."""
-        return self.ask(name).first.audio_left is not None
-
-
-def test_a_stream_whose_next_segment_came_early_is_remembered_from_its_last_end_on() -> None:
-    table = Table()
-    session = table.ask("a")
-    table.ask("a")
-    table.end(session)
-    table.end(table.ask("b"))
-    table.now = 50.0
-    table.end(session)
-    table.sessions.expire(before=40.0)
-    assert [table.remembers("a"), table.remembers("b")] == [True, False]
+def test_a_stream_whose_next_segment_came_early_is_remembered_from_its_last_end_on(client, engine, clock):
+    client.start("a")
+    running = [running_chunk(client, engine, "a", [1]), client.post("a", [2], end=True, final=True)]
+    running.append(client.post("a", **NEW))
+    engine.gate.set()
+    assert answered(running)
+    client.heard("b")
+    clock.now += 4
+    client.send("a", [3], end=True, final=True)
+    clock.now += 4
+    for stream in range(4):
+        client.start(stream)
+    assert client.post("a", **NEW, audio_left=1.0).empty()
+    with pytest.raises(OverloadedError):
+        client.post("b", **NEW, audio_left=1.0)
 
 
 def test_a_batch_took_what_the_one_before_left_of_the_time() -> None:
