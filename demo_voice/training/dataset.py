@@ -62,10 +62,6 @@ class SpeechDataset:
         """x-vectors (U, 192), not normalised, as campplus.onnx returns them."""
         return torch.from_numpy(np.load(self.work / "speakers.npy")).to(self.device)
 
-    def batches(self, most_tokens: int) -> Iterator[tuple[int, Tensor]]:
-        """All utterances, in batches of equal length: see `by_length`."""
-        return by_length(self.utterances[:, 2], torch.arange(len(self.starts), device=self.device), most_tokens)
-
     @property
     def voices(self) -> Tensor:
         """Voice of each utterance, (U,)."""

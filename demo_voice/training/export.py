@@ -2,7 +2,6 @@
 
 import logging
 import shutil
-import wave
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import soundfile
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.demo_checkpoint import TRAINED
@@ -108,11 +108,7 @@ def _write_voices(work: Path, folder: Path) -> None:
     for voice, name in enumerate(DEMO_VOICES):
         (index, text) = _recording(utterances, sentences, known, voice)
         begin, length = int(starts[index]) * TOKEN_SAMPLES, int(utterances[index, 2]) * TOKEN_SAMPLES
-        with wave.open(str(folder / f"{name}.wav"), "wb") as file:
-            file.setnchannels(1)
-            file.setsampwidth(2)
-            file.setframerate(SAMPLE_RATE)
-            file.writeframes(audio[begin : begin + length].tobytes())
+        soundfile.write(folder / f"{name}.wav", audio[begin : begin + length], SAMPLE_RATE)
         (folder / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
 
 

@@ -20,29 +20,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from cosyvoice_triton.constants import SPEECH_VOCAB
-from cosyvoice_triton.networks.speech_tokenizer import SpeechTokenizer, token_ids
 from cosyvoice_triton.stacks import TokenizerRules
-from cosyvoice_triton.voice.features import log_mel
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from demo_voice.training import tokenizer as speech_tokenizer
-from demo_voice.training.dataset import INT16_SCALE, TOKEN_PHONES, TOKEN_SAMPLES, by_length
-from demo_voice.training.features import FASTEST, SLOWEST, as_recorded, at_speed, recorded
+from demo_voice.training.dataset import TOKEN_PHONES
 from demo_voice.training.llm_data import ABSENT, UNKNOWN_PHONE, Batch, Sequences, Utterances, encoded, text_tokenizer
 from demo_voice.training.phonemes import PHONES
 from demo_voice.training.qwen2 import Qwen2
-from demo_voice.training.training import (
-    CapturedStep,
-    TrainingRun,
-    adamw,
-    autocast,
-    descend,
-    exact_inference,
-    prepare,
-    trained,
-)
+from demo_voice.training.training import CapturedStep, TrainingRun, adamw, autocast, descend, prepare, trained
 from tests.random_weights.llm import LLMSizes, build_tokenizer, save_llm
 
 logger = logging.getLogger(__name__)
@@ -61,7 +49,6 @@ SHARPNESS = 1.35
 HELD_OUT = 256  # utterances
 HELD_OUT_STEPS = 500
 WORKERS = 6
-RECORDINGS_AT_ONCE = 40_000  # tokens
 ALTERED_RECORDINGS = 0.4  # share of the utterances: enough for prompts, and fast
 
 
@@ -181,13 +168,12 @@ def _utterances(work: Path, tokenizer: Tokenizer, sentences: list[str], device: 
             phones.append(np.fromfile(path.with_suffix(".phones"), np.uint8))
     table = np.concatenate([found for found, _ in sources])
     # Both sources together, because utterances of equal length form batches.
-    rows = torch.cat([torch.from_numpy(np.array(audio)).to(device) for _, audio in sources]).view(-1, TOKEN_SAMPLES)
+    audio = torch.cat([torch.from_numpy(np.array(audio)).to(device) for _, audio in sources])
     lengths = torch.from_numpy(table[:, 2]).to(device)
-    with exact_inference():
-        everyone = torch.arange(len(lengths), device=device)
-        clean = _tokens(network, rows, lengths, everyone, perturbed=False)
-        some = everyone[torch.rand(len(lengths), device=device) < ALTERED_RECORDINGS]
-        altered = _tokens(network, rows, lengths, some, perturbed=True)
+    everyone = torch.arange(len(lengths), device=device)
+    clean = speech_tokenizer.tokenize(network, audio, lengths, everyone)
+    some = everyone[torch.rand(len(lengths), device=device) < ALTERED_RECORDINGS]
+    altered = speech_tokenizer.tokenize(network, audio, lengths, some, perturbed=True)
     said = [sentences[line] for line in table[:, 0]]
     texts, joined = encoded(tokenizer, said), encoded(tokenizer, said, " ")
     logger.info("llm: %d utterances, %.1f h", len(table), table[:, 2].sum() / 25 / 3600)
@@ -196,23 +182,6 @@ def _utterances(work: Path, tokenizer: Tokenizer, sentences: list[str], device: 
         *(texts, joined, table[:, 1], np.concatenate(clean), starts, np.concatenate(altered), altered_starts),
         phones=np.concatenate(phones).reshape(-1, TOKEN_PHONES),
     )
-
-
-def _tokens(
-    network: SpeechTokenizer, rows: Tensor, lengths: Tensor, chosen: Tensor, perturbed: bool
-) -> list[np.ndarray]:
-    """Tokens of the chosen utterances in the stream rows (T, 960) int16, optionally of a perturbed recording."""
-    starts, tokens = lengths.cumsum(0) - lengths, [np.empty(0, np.int32)] * len(lengths)
-    for length, members in by_length(lengths, chosen, RECORDINGS_AT_ONCE):
-        positions = starts[members, None] + torch.arange(length, device=rows.device)
-        wave = rows[positions].flatten(1).float() * INT16_SCALE
-        if perturbed:
-            speed = SLOWEST * (FASTEST / SLOWEST) ** float(torch.rand(()))
-            wave = as_recorded(at_speed(wave, round(length / speed) * TOKEN_SAMPLES))
-        found = token_ids(network.codes(log_mel(recorded(wave)))).int().cpu().numpy()
-        for u, ids in zip(members.tolist(), found, strict=True):
-            tokens[u] = ids
-    return tokens
 
 
 def export(work: Path, directory: Path, rules: TokenizerRules) -> None:

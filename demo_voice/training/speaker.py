@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from cosyvoice_triton.constants import MEL_BINS, SPEAKER_DIM
 from torch import Tensor, nn
 
-from demo_voice.training.dataset import TOKEN_SAMPLES, SpeechDataset
+from demo_voice.training.dataset import TOKEN_SAMPLES, SpeechDataset, by_length
 from demo_voice.training.features import as_recorded, at_speed, kaldi_fbank, recorded
 from demo_voice.training.kokoro import VOICES
 from demo_voice.training.training import (
@@ -119,7 +119,8 @@ def embed_utterances(network: DemoSpeakerEncoder, speech: SpeechDataset) -> np.n
     """x-vectors (U, 192) of all utterances."""
     vectors = torch.zeros(len(speech.starts), SPEAKER_DIM, device=speech.device)
     with exact_inference():
-        for length, members in speech.batches(EMBEDDED_AT_ONCE):
+        everyone = torch.arange(len(speech.starts), device=speech.device)
+        for length, members in by_length(speech.utterances[:, 2], everyone, EMBEDDED_AT_ONCE):
             vectors[members] = network(kaldi_fbank(recorded(speech.wave(speech.starts[members], length))))
     return vectors.cpu().numpy()
 

@@ -17,8 +17,8 @@ from cosyvoice_triton.networks.speech_tokenizer import SpeechTokenizer, token_id
 from cosyvoice_triton.voice import features
 from torch import Tensor, nn
 
-from demo_voice.training.dataset import TOKEN_PHONES, TOKEN_SAMPLES, SpeechDataset
-from demo_voice.training.features import as_recorded, at_speed, recorded
+from demo_voice.training.dataset import INT16_SCALE, TOKEN_PHONES, TOKEN_SAMPLES, SpeechDataset, by_length
+from demo_voice.training.features import FASTEST, SLOWEST, as_recorded, at_speed, recorded
 from demo_voice.training.kokoro import VOICES
 from demo_voice.training.phonemes import PHONES
 from demo_voice.training.training import (
@@ -89,8 +89,10 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
     captured = CapturedStep(train_step, speech.device)
     for _ in run:
         run.losses(**captured(random.choice(PLAYED)))
-    tokens = tokenize_utterances(load(work, speech.device), speech)
-    np.save(work / "tokens.npy", tokens)
+    everyone = torch.arange(len(speech.starts), device=speech.device)
+    lengths = speech.utterances[:, 2]
+    tokens = np.concatenate(tokenize(load(work, speech.device), speech.audio, lengths, everyone))
+    np.save(work / "tokens.npy", tokens.astype(np.int16))
     share = np.bincount(tokens, minlength=3**TRITS) / len(tokens)
     bits = -(share * np.log2(np.maximum(share, 1e-12))).sum()
     logger.info("tokenizer: %d codes in use, entropy %.2f bits", (share > 0).sum(), bits)
@@ -127,15 +129,25 @@ def load(work: Path, device: str | torch.device) -> SpeechTokenizer:
     return tokenizer.to(device).eval()
 
 
-def tokenize_utterances(tokenizer: SpeechTokenizer, speech: SpeechDataset) -> np.ndarray:
-    """Tokens (T,) int16 of the whole stream. Each utterance is tokenized on its own; equal lengths form batches."""
-    tokens = torch.zeros(len(speech.owner), dtype=torch.int16, device=speech.device)
+def tokenize(
+    tokenizer: SpeechTokenizer, audio: Tensor, lengths: Tensor, chosen: Tensor, *, perturbed: bool = False
+) -> list[np.ndarray]:
+    """Tokens (n,) int32 of the chosen ones of the utterances in a stream (N,) int16, whose `lengths` are in tokens;
+    none of the others. perturbed: of other recordings of them. Each is tokenized on its own; equal lengths form
+    batches."""
+    rows, starts = audio.view(-1, TOKEN_SAMPLES), lengths.cumsum(0) - lengths
+    tokens = [np.empty(0, np.int32)] * len(lengths)
     with exact_inference():
-        for length, members in speech.batches(TOKENIZED_AT_ONCE):
-            starts = speech.starts[members]
-            ids = token_ids(tokenizer.codes(features.log_mel(recorded(speech.wave(starts, length)))))
-            tokens[starts[:, None] + torch.arange(length, device=speech.device)] = ids.to(torch.int16)
-    return tokens.cpu().numpy()
+        for length, members in by_length(lengths, chosen, TOKENIZED_AT_ONCE):
+            positions = starts[members, None] + torch.arange(length, device=rows.device)
+            wave = rows[positions].flatten(1).float() * INT16_SCALE
+            if perturbed:
+                speed = SLOWEST * (FASTEST / SLOWEST) ** float(torch.rand(()))
+                wave = as_recorded(at_speed(wave, round(length / speed) * TOKEN_SAMPLES))
+            found = token_ids(tokenizer.codes(features.log_mel(recorded(wave)))).int().cpu().numpy()
+            for u, ids in zip(members.tolist(), found, strict=True):
+                tokens[u] = ids
+    return tokens
 
 
 def export(work: Path, path: Path) -> None:
