@@ -42,8 +42,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 from cosyvoice_triton.load.samples import read_manifest
@@ -72,33 +72,21 @@ def run(stage: str, args: argparse.Namespace, seconds: float) -> None:
     """Run one stage in this process and mark it as done. Imports are here, since few machines have all that the stages
     need."""
     begun = time.monotonic()
-    if stage == "corpus":
-        from demo_voice.training.corpus import make_corpus
-
-        held = {sample.target_text for path in HELD_OUT for sample in read_manifest(path)}
-        make_corpus(args.work, held, args.texts)
-    elif stage == "phonemes":
-        from demo_voice.training.phonemes import make_phonemes
-
-        make_phonemes(args.work)
-    elif stage == "teacher":
-        from demo_voice.training.kokoro_weights import pack
-
-        pack(args.packages, args.teacher)
-    elif stage in ("speech", "more_speech"):
-        from demo_voice.training import speech
-
-        synthesize = speech.synthesize if stage == "speech" else speech.synthesize_more
-        synthesize(args.work, seconds, args.teacher, args.device)
-    elif stage == "export":
-        from demo_voice.training.export import export
-
-        export(args.work, args.work / "checkpoint")
-    else:
-        import_module(f"demo_voice.training.{stage}").train(args.work, seconds, args.device)
+    work, speech = args.work, (args.work, seconds, args.teacher, args.device)
+    held = {sample.target_text for path in HELD_OUT for sample in read_manifest(path)}
+    others = {
+        "corpus": ("corpus:make_corpus", (work, held, args.texts)),
+        "phonemes": ("phonemes:make_phonemes", (work,)),
+        "teacher": ("kokoro_weights:pack", (args.packages, args.teacher)),
+        "speech": ("speech:synthesize", speech),
+        "more_speech": ("speech:synthesize_more", speech),
+        "export": ("export:export", (work, work / "checkpoint")),
+    }
+    function, given = others.get(stage, (f"{stage}:train", (work, seconds, args.device)))
+    resolve_name(f"demo_voice.training.{function}")(*given)
     log.info("%s: done in %.0f s", stage, time.monotonic() - begun)
-    (args.work / "done").mkdir(exist_ok=True)
-    (args.work / "done" / stage).touch()
+    (work / "done").mkdir(exist_ok=True)
+    (work / "done" / stage).touch()
 
 
 def prepare(args: argparse.Namespace) -> None:

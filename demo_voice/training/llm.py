@@ -177,11 +177,8 @@ def _utterances(work: Path, tokenizer: Tokenizer, sentences: list[str], device: 
     said = [sentences[line] for line in table[:, 0]]
     texts, joined = encoded(tokenizer, said), encoded(tokenizer, said, " ")
     logger.info("llm: %d utterances, %.1f h", len(table), table[:, 2].sum() / 25 / 3600)
-    starts, altered_starts = (np.cumsum([0, *map(len, speech)]) for speech in (clean, altered))
-    return Utterances(
-        *(texts, joined, table[:, 1], np.concatenate(clean), starts, np.concatenate(altered), altered_starts),
-        phones=np.concatenate(phones).reshape(-1, TOKEN_PHONES),
-    )
+    labels = np.split(np.concatenate(phones).reshape(-1, TOKEN_PHONES), np.cumsum(table[:-1, 2]))
+    return Utterances(texts, joined, table[:, 1], clean, altered, labels)
 
 
 def export(work: Path, directory: Path, rules: TokenizerRules) -> None:

@@ -94,28 +94,16 @@ class Utterances:
     """Utterances u = 0..U-1: readings of the text, each of ids, `texts[u]`, the same with a leading blank `joined[u]`,
     and their speech.
 
-    tokens: speech ids of all utterances, concatenated; altered: those of perturbed recordings of some. Those of u are
-    `tokens[starts[u]:starts[u + 1]]` and `altered[altered_starts[u]:altered_starts[u + 1]]`. voices: (U,). phones: of
-    `tokens`, (T, 4).
+    voices: (U,). speech: speech ids; altered: those of perturbed recordings of some, no ids of the others. phones: of
+    each token of `speech`, (T, 4).
     """
 
     texts: list[list[Ids]]
     joined: list[list[Ids]]
     voices: np.ndarray
-    tokens: np.ndarray
-    starts: np.ndarray
-    altered: np.ndarray
-    altered_starts: np.ndarray
-    phones: np.ndarray
-
-    def speech(self, u: int) -> Ids:
-        return self.tokens[self.starts[u] : self.starts[u + 1]]
-
-    def phones_of(self, u: int) -> np.ndarray:
-        return self.phones[self.starts[u] : self.starts[u + 1]]
-
-    def altered_speech(self, u: int) -> Ids:
-        return self.altered[self.altered_starts[u] : self.altered_starts[u + 1]]
+    speech: list[Ids]
+    altered: list[Ids]
+    phones: list[np.ndarray]
 
 
 def encoded(tokenizer: Tokenizer, sentences: Sequence[str], blank: str = "") -> list[list[Ids]]:
@@ -140,7 +128,7 @@ class Sequences(IterableDataset):
 
     def __init__(self, utterances: Utterances, tokenizer: Tokenizer, members: np.ndarray, seed: int) -> None:
         """members: the utterances to draw from. The attribute `first_speech_id` is the id of <|s_0|>."""
-        self._utterances = utterances
+        self._utterances, self._tokens = utterances, np.concatenate(utterances.speech)
         self._by_voice = [members[utterances.voices[members] == voice] for voice in np.unique(utterances.voices)]
         shares = np.array([len(voice) for voice in self._by_voice], np.float64)
         self._voice_shares = shares / shares.sum()
@@ -173,16 +161,16 @@ class Sequences(IterableDataset):
         begins = 1 + prompted  # number of texts without a leading blank
         readings = [(data.texts if index < begins else data.joined)[u] for index, u in enumerate(chosen)]
         texts = [ways[rng.integers(len(ways))] for ways in readings]
-        first, clean = self._prompt(chosen[0], rng) if prompted else (data.speech(chosen[0]), True)
-        speech = [first, *(data.speech(u) for u in chosen[1:])]
+        first, clean = self._prompt(chosen[0], rng) if prompted else (data.speech[chosen[0]], True)
+        speech = [first, *(data.speech[u] for u in chosen[1:])]
         begin = self._begin_with_system if rng.random() < WITH_SYSTEM else self._begin
         heads = [begin, *texts, self._task]
         ids = np.concatenate([*heads, *(part + self.first_speech_id for part in speech), self._end])
         target = np.zeros(len(ids), bool)
         target[sum(map(len, heads)) + (0 if clean else len(first)) :] = True
-        phones = np.full((len(ids), data.phones.shape[1]), UNKNOWN_PHONE, np.int16)
+        phones = np.full((len(ids), data.phones[0].shape[1]), UNKNOWN_PHONE, np.int16)
         targets = chosen if clean else chosen[1:]
-        phones[np.flatnonzero(target)[:-1]] = np.concatenate([data.phones_of(u) for u in targets])
+        phones[np.flatnonzero(target)[:-1]] = np.concatenate([data.phones[u] for u in targets])
         return ids, target, _places(len(begin), texts, speech), phones
 
     def _fitting(self, chosen: np.ndarray) -> list[int]:
@@ -190,7 +178,7 @@ class Sequences(IterableDataset):
         kept: list[int] = []
         total = 0
         for u in chosen.tolist():
-            total += len(self._utterances.speech(u))
+            total += len(self._utterances.speech[u])
             if kept and total > MOST_SPEECH:
                 break
             kept.append(u)
@@ -199,10 +187,10 @@ class Sequences(IterableDataset):
     def _prompt(self, u: int, rng: np.random.Generator) -> tuple[Ids, bool]:
         """The speech of a prompt, and whether it is unchanged."""
         kind = rng.random()
-        altered = self._utterances.altered_speech(u)
+        altered = self._utterances.altered[u]
         if kind < ALTERED and len(altered):
             return altered, False
-        speech = self._utterances.speech(u)
+        speech = self._utterances.speech[u]
         return (self._damaged(speech, rng), False) if kind < ALTERED + DAMAGED else (speech, True)
 
     def _damaged(self, speech: Ids, rng: np.random.Generator) -> Ids:
@@ -211,8 +199,7 @@ class Sequences(IterableDataset):
         damaged = speech[np.arange(length) * len(speech) // length].copy()
         run = int(rng.choice((1, 3, 8)))
         replaced = np.repeat(rng.random(-(-length // run)) < rng.random(), run)[:length]
-        usual = self._utterances.tokens
-        other = usual[rng.integers(len(usual), size=length)] if rng.random() < 0.5 else None
+        other = self._tokens[rng.integers(len(self._tokens), size=length)] if rng.random() < 0.5 else None
         damaged[replaced] = (rng.integers(SPEECH_VOCAB, size=length) if other is None else other)[replaced]
         return damaged[: length - rng.integers(0, 5)] if length > 20 else damaged
 

@@ -59,7 +59,7 @@ def test_the_llm_is_trained_on_the_prompts_of_both_versions(trained: Path, monke
     assert not any(follows_instructions(trained / "checkpoint" / each.directory) for each in LLMS)
     speech, text = np.arange(20), np.array(versions[0].text_ids(TEXT))
     labels = np.arange(80, dtype=np.uint8).reshape(20, 4)
-    data = llm_data.Utterances([[text]], [], np.zeros(1), speech, np.array([0, 20]), speech[:0], np.zeros(2), labels)
+    data = llm_data.Utterances([[text]], [], np.zeros(1), [speech], [speech[:0]], [labels])
     sequences, rng = llm_data.Sequences(data, versions[1].tokenizer, np.zeros(1, int), 0), np.random.default_rng(0)
     drawn = [sequences.random_sequence(rng) for _ in range(20)]
     expected = {tuple(version.encode_prompt(LLMPrompt(TEXT))): version for version in versions}
