@@ -1,6 +1,6 @@
 """The attention masks in training equal the attention of streams in serving."""
 
-from dataclasses import replace
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -21,19 +21,17 @@ from cosyvoice_triton.networks.flow import (
 )
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.token2wav.flow.base import StreamingFlow
-from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
-from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.kv_cache import PromptCaches
-from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 from cosyvoice_triton.token2wav.stream import VocoderState
 from cosyvoice_triton.voice.prompt import Prompt
 
 from demo_voice.training import flow, flow_cosyvoice3, flow_dit, flow_unet
+from tests.token2wav.conftest import FLOWS
 
 ENCODER = EncoderConfig(width=16, heads=2, feed_forward=16, blocks=1, up_blocks=1)
-LIMITS = BatchLimits(max_streams=1)
+LIMITS = BatchLimits(max_streams=1, chunk_boundary=25)
 PROMPT, TARGET, STEPS = 51, 150, 2  # tokens; longer than the DiTs' attention window
 
 
@@ -87,25 +85,21 @@ def as_streamed(streaming: StreamingFlow, batch: flow.Batch, rules: HopRules) ->
     return torch.cat(mels, dim=1)
 
 
-def build(kind: str) -> tuple[flow.Flow, StreamingFlow]:
+def build(name: str) -> tuple[flow.Flow, StreamingFlow]:
     """A network of random weights, and its streaming form."""
-    network: flow.Flow
-    if kind == "dit":
-        dit = DiTConfig(width=32, depth=2, heads=2, head_dim=16, feed_forward=32, time_frequencies=16)
-        network = DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=dit))
-        random_weights(network.eval().requires_grad_(False))
-        return network, DiTStreaming(network, flow_noise(), PromptCaches(1 << 30), limits=LIMITS, steps=STEPS)
-    if kind == "cosyvoice3":
-        rotary = RotaryDiTConfig(width=32, depth=2, heads=2, head_dim=16, feed_forward=32, time_frequencies=16)
-        network = CosyVoice3Flow(CosyVoice3FlowConfig(encoder=LookaheadConfig(hidden=16), estimator=rotary))
-        random_weights(network.eval().requires_grad_(False))
-        return network, CosyVoice3Streaming(
-            network, flow_noise(), PromptCaches(1 << 30), limits=replace(LIMITS, chunk_boundary=25), steps=STEPS
-        )
+    dit = {"width": 32, "depth": 2, "heads": 2, "head_dim": 16, "feed_forward": 32, "time_frequencies": 16}
     unet = UNetConfig(channels=16, heads=1, blocks=1, mid_stages=1)
-    network = UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=unet))
-    random_weights(network.eval().requires_grad_(False))
-    return network, UNetStreaming(network, flow_noise(), limits=LIMITS, steps=STEPS)
+    networks: dict[str, Callable[[], flow.Flow]] = {
+        "dit": lambda: DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=DiTConfig(**dit))),
+        "unet": lambda: UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=unet)),
+        "cosyvoice3": lambda: CosyVoice3Flow(
+            CosyVoice3FlowConfig(encoder=LookaheadConfig(hidden=16), estimator=RotaryDiTConfig(**dit))
+        ),
+    }
+    network = networks[name]().eval().requires_grad_(False)
+    random_weights(network)
+    caches = () if name == "unet" else (PromptCaches(1 << 30),)
+    return network, FLOWS[name](network, flow_noise(), *caches, limits=LIMITS, steps=STEPS)
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,7 @@ TOKENS_PER_SECOND_OF_AUDIO = constants.TOKEN_MEL_RATIO * constants.HOP_SAMPLES
 
 
 class Served:
-    """A model with a client: `send` answers with the waveform or raises the error's message.
-
-    `stream`: a correlation id, or a request id as upstream's BLS sends it.
-    """
+    """A model with a client: `send` answers with the waveform or raises the error's message."""
 
     def __init__(self, name: str, models: Any):
         path, directory = PATHS[name]
@@ -44,11 +41,12 @@ class Served:
         parameters |= {"n_timesteps": "2", "max_streams": "3", "profile": "unlimited"}
         self.model = initialized_model(ROOT / path, **parameters)
 
-    def send(self, stream: int | str, *, start: bool = False, end: bool = False, **tensors: np.ndarray) -> np.ndarray:
+    def send(self, stream: int, *, start: bool = False, end: bool = False, **tensors: np.ndarray) -> np.ndarray:
         flags = start * fake_triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
         flags |= end * fake_triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
-        identity = {"request_id": stream} if isinstance(stream, str) else {"correlation_id": stream, "flags": flags}
-        request = fake_triton.InferenceRequest.from_client(tensors, declared=self.inputs, **identity)
+        request = fake_triton.InferenceRequest.from_client(
+            tensors, declared=self.inputs, correlation_id=stream, flags=flags
+        )
         assert self.model.execute([request]) is None
         sender = request.get_response_sender()
         until(lambda: sender.final)
