@@ -28,6 +28,7 @@ from cosyvoice_triton.token2wav.stream import VocoderState
 from cosyvoice_triton.voice.prompt import Prompt
 
 from demo_voice.training import flow, flow_cosyvoice3, flow_dit, flow_unet
+from tests.support.streams import randomize
 from tests.token2wav.conftest import FLOWS
 
 ENCODER = EncoderConfig(width=16, heads=2, feed_forward=16, blocks=1, up_blocks=1)
@@ -44,13 +45,6 @@ def batch() -> flow.Batch:
     condition = mel.clone()
     condition[:, :, TOKEN_MEL_RATIO * PROMPT :] = 0
     return flow.Batch(tokens, mel, condition, torch.randn(1, SPEAKER_DIM, generator=generator), torch.tensor([PROMPT]))
-
-
-def random_weights(network: torch.nn.Module) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for parameter in network.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = noise * parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.3 * noise
 
 
 @torch.no_grad()
@@ -97,7 +91,8 @@ def build(name: str) -> tuple[flow.Flow, StreamingFlow]:
         ),
     }
     network = networks[name]().eval().requires_grad_(False)
-    random_weights(network)
+    torch.manual_seed(1)
+    randomize(network)
     caches = () if name == "unet" else (PromptCaches(1 << 30),)
     return network, FLOWS[name](network, flow_noise(), *caches, limits=LIMITS, steps=STEPS)
 

@@ -42,7 +42,6 @@ from cosyvoice_triton.token2wav.gpu.quantization import dequantized, quantized
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 from cosyvoice_triton.token2wav.stream import VocoderState
 from cosyvoice_triton.token2wav.vocoder.hift_fused import FusedBody
-from cosyvoice_triton.voice.prompt import Prompt
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -50,7 +49,7 @@ from tests.parity import flow_dit
 from tests.parity.fixture import Fixture
 from tests.support.kernel_launches import pretended
 from tests.support.kernel_memory import EXTENTS, checked
-from tests.support.streams import DIT, GOLDEN
+from tests.support.streams import DIT, GOLDEN, prompt, randomize
 
 linear_kernels: Any = import_module("cosyvoice_triton.kernels.linear")  # the package has a function of that name
 HEADS, KV_HEADS, D, HIDDEN, MLP, LAYER = 6, 2, 16, 24, 200, 1
@@ -61,11 +60,6 @@ SAMPLING = [
     {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.3, "min_tokens": 3},
     {"temperature": 0.3, "top_p": 0.8, "top_k": 25, "repetition_penalty": 1.0, "ras_window": 10},
 ]
-
-
-def randomize(network: torch.nn.Module) -> None:
-    for parameter in network.parameters():
-        parameter.copy_(torch.randn_like(parameter) * (parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.3))
 
 
 def layer(operations: ops.Plain, T: int, consecutive: int, cast: bool = False) -> list[torch.Tensor]:
@@ -305,7 +299,8 @@ def compare_streams(
             solver, fused._pool, flow_noise(), TWO.of_worker(FIRST_CHUNK_WORKER), 200, make=Padded
         )
         random = np.random.default_rng(0)
-        spoken_in = [prompt(random, tokens, network.config.speaker_dim) for tokens in voices]
+        sizes = network.config
+        spoken_in = [prompt(tokens, tokens, sizes.vocab, sizes.speaker_dim) for tokens in voices]
         for flow in (plain, fused):
             flow.prefill(spoken_in)
         streams = [[flow.open(voice, VocoderState(0)) for voice in spoken_in] for flow in (plain, fused)]
@@ -321,11 +316,6 @@ def compare_streams(
             )
             for ours, theirs in zip(found, expected, strict=True):
                 assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-
-
-def prompt(random: np.random.Generator, tokens: int, speaker_dim: int) -> Prompt:
-    mel = random.standard_normal((2 * tokens, MEL_BINS)).astype(np.float32)
-    return Prompt(np.arange(tokens), mel, random.standard_normal(speaker_dim).astype(np.float32), text="")
 
 
 def compare_tma() -> None:

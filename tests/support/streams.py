@@ -25,12 +25,12 @@ COSYVOICE3 = "item6c_cosyvoice3_streaming_triton"
 VOICES_BYTES = 64 << 20
 
 
-def prompt(seed: int, tokens: int = 12) -> Prompt:
+def prompt(seed: int, tokens: int = 12, vocab: int = 120, speaker_dim: int = 24) -> Prompt:
     rng = np.random.default_rng(seed)
     return Prompt(
-        tokens=rng.integers(0, 120, tokens),
+        tokens=rng.integers(0, vocab, tokens),
         mel=rng.standard_normal((TOKEN_MEL_RATIO * tokens, 80)).astype(np.float32) - 4,
-        embedding=rng.standard_normal(24).astype(np.float32),
+        embedding=rng.standard_normal(speaker_dim).astype(np.float32),
         text="",
     )
 
@@ -42,6 +42,14 @@ def tensors(prompt: Prompt) -> tuple[torch.Tensor, ...]:
 
 def ids(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 120, count)
+
+
+def randomize(network: torch.nn.Module) -> None:
+    """Give a network random weights that keep signals in range."""
+    with torch.no_grad():
+        for parameter in network.parameters():
+            scale = parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.3
+            parameter.copy_(torch.randn_like(parameter) * scale)
 
 
 class Piece(NamedTuple):

@@ -43,6 +43,8 @@ from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
 from cosyvoice_triton.voice.prompt import Prompt
 from torch import Tensor
 
+from tests.support.streams import prompt
+
 pytestmark = pytest.mark.gpu
 STEPS = 3
 ENCODER = EncoderConfig(blocks=1, up_blocks=1)
@@ -100,12 +102,7 @@ def streaming(network: Any, **options: Any) -> CachedStreaming | UNetStreaming:
 
 def prompts() -> list[Prompt]:
     """The second voice is an x-vector alone."""
-    made = []
-    for tokens in (40, 0, 25):
-        rng = np.random.default_rng(tokens)
-        mel = rng.standard_normal((2 * tokens, 80)).astype(np.float32) - 4
-        made.append(Prompt(np.arange(tokens), mel, rng.standard_normal(192).astype(np.float32), text=""))
-    return made
+    return [prompt(tokens, tokens, 6561, 192) for tokens in (40, 0, 25)]
 
 
 def opened(flow: CachedStreaming | UNetStreaming, prompt: Prompt) -> Stream:
