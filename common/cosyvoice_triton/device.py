@@ -9,6 +9,12 @@ from torch import Tensor
 URGENT = -5  # the priority of a stream; torch takes the nearest one that the GPU has
 
 
+def use(device: torch.device | str) -> None:
+    """Make the GPU that `device` names the current one of this thread: kernels and graphs take no device argument."""
+    if torch.device(device).index is not None:
+        torch.cuda.set_device(device)
+
+
 def on_device(values: Sequence[object] | np.ndarray | Tensor, device: torch.device) -> Tensor:
     """Return `values` on the device, without waiting for it: a plain copy would wait for everything launched before."""
     return pinned(torch.as_tensor(values), device).to(device, non_blocking=True)

@@ -81,7 +81,7 @@ def fit(
     initialize(flow, speech, max_hz)
     flow.to(device).requires_grad_(True)  # also the embedding, which is created frozen
     optimizer = adamw(flow.parameters(), PEAK_RATE)
-    run = TrainingRun(path, seconds, flow, [optimizer])
+    run = TrainingRun(path, seconds, flow, optimizer)
 
     def train_step(tokens: int, streaming: bool) -> dict[str, Tensor]:
         matching, encoder = losses(flow, view, random_crops(speech, tokens, max_hz), streaming)

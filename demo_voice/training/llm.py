@@ -12,7 +12,6 @@ wrong, while many tokens would do.
 import json
 import logging
 import time
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -54,39 +53,25 @@ ALTERED_RECORDINGS = 0.4  # share of the utterances: enough for prompts, and fas
 
 def train(work: Path, seconds: float, device: str | torch.device) -> None:
     begun = time.monotonic()
-    chosen_device = prepare(device, seed=5)
+    device = prepare(device, seed=5)
     sentences = (work / "sentences.txt").read_text(encoding="utf-8").splitlines()
     tokenizer = text_tokenizer(sentences)
     tokenizer.save(str(work / TOKENIZER_FILE), pretty=False)
-    utterances = _utterances(work, tokenizer, sentences, chosen_device)
+    utterances = _utterances(work, tokenizer, sentences, device)
     everyone = np.random.default_rng(5).permutation(len(utterances.texts))
-    held = min(HELD_OUT, len(everyone) // 4)
-    held_out = list(islice(Sequences(utterances, tokenizer, everyone[:held], seed=0), 2))
-    data = Sequences(utterances, tokenizer, everyone[held:], seed=1)
-    batches = iter(DataLoader(data, batch_size=None, num_workers=WORKERS, pin_memory=chosen_device.type == "cuda"))
-    left = max(1.0, seconds - (time.monotonic() - begun))  # tokenizing all the speech took a while
-    network = Qwen2(SIZES, tokenizer.get_vocab_size(), DROPOUT)
-    fit(work / FILE, network, data.first_speech_id, batches, held_out, left, chosen_device)
-
-
-def fit(
-    path: Path,
-    network: Qwen2,
-    first_speech_id: int,
-    batches: Iterator[Batch],
-    held_out: list[Batch],
-    seconds: float,
-    device: torch.device,
-) -> None:
-    """Train for `seconds`. first_speech_id: id of <|s_0|>; batches, held_out: as from `Sequences`."""
-    network.to(device).train()
+    count = min(HELD_OUT, len(everyone) // 4)
+    held_out = list(islice(Sequences(utterances, tokenizer, everyone[:count], seed=0), 2))
+    data = Sequences(utterances, tokenizer, everyone[count:], seed=1)
+    batches = iter(DataLoader(data, batch_size=None, num_workers=WORKERS, pin_memory=device.type == "cuda"))
+    network = Qwen2(SIZES, tokenizer.get_vocab_size(), DROPOUT).to(device).train()
     phones = nn.Linear(SIZES.hidden, TOKEN_PHONES * len(PHONES), device=device)  # of the next token; for training only
     optimizer = adamw([*network.parameters(), *phones.parameters()], PEAK_RATE, weight_decay=WEIGHT_DECAY)
-    run = TrainingRun(path, seconds, network, [optimizer])
+    left = max(1.0, seconds - (time.monotonic() - begun))  # tokenizing all the speech took a while
+    run = TrainingRun(work / FILE, left, network, optimizer)
     given: dict[torch.Size, Batch] = {}  # input buffers of captured steps
 
     def train_step(shape: torch.Size) -> dict[str, Tensor]:
-        found = losses(network, phones, _damaged(given[shape][0], first_speech_id), *given[shape])
+        found = losses(network, phones, _damaged(given[shape][0], data.first_speech_id), *given[shape])
         descend(torch.stack([WEIGHTS[name] * loss for name, loss in found.items()]).sum(), optimizer, clip=1.0)
         return {name: loss.detach() for name, loss in found.items()}
 

@@ -73,7 +73,7 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
     network = DemoSpeakerEncoder().to(speech.device)
     classes = nn.Linear(SPEAKER_DIM, len(VOICES) * len(SPEEDS), bias=False).to(speech.device)
     optimizer = adamw([*network.parameters(), *classes.parameters()], PEAK_RATE)
-    run = TrainingRun(work / FILE, seconds, network, [optimizer])
+    run = TrainingRun(work / FILE, seconds, network, optimizer)
 
     def train_step(crop: int) -> dict[str, Tensor]:
         features, target = _random_crops(speech, crop)

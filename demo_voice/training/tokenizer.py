@@ -79,7 +79,7 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
     speech = SpeechDataset.load(work, prepare(device, seed=3))
     tokenizer, heads = SpeechTokenizer(N_MELS, WIDTH, LAYERS).to(speech.device), TrainingHeads().to(speech.device)
     optimizer = adamw([*tokenizer.parameters(), *heads.parameters()], PEAK_RATE)
-    run = TrainingRun(work / FILE, seconds, tokenizer, [optimizer])
+    run = TrainingRun(work / FILE, seconds, tokenizer, optimizer)
 
     def train_step(played: int) -> dict[str, Tensor]:
         phones, mel, hits = _losses(tokenizer, heads, speech, played)

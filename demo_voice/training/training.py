@@ -7,7 +7,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,11 +61,9 @@ def exact_inference() -> Iterator[None]:
         backends.cuda.matmul.allow_tf32 = tf32
 
 
-def adamw(
-    parameters: Any, rate: float, betas: tuple[float, float] = (0.9, 0.98), weight_decay: float = 0.01
-) -> torch.optim.AdamW:
+def adamw(parameters: Any, rate: float, weight_decay: float = 0.01) -> torch.optim.AdamW:
     """AdamW. rate: peak of `TrainingRun`'s schedule; parameter groups may have their own."""
-    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=betas, weight_decay=weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=weight_decay, fused=True)
     for group in optimizer.param_groups:
         device = group["params"][0].device
         # A tensor, because a captured number could not change.
@@ -130,13 +128,11 @@ class TrainingRun:
     there is a file already, `network` begins with its weights.
     """
 
-    def __init__(
-        self, path: Path, seconds: float, network: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> None:
+    def __init__(self, path: Path, seconds: float, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._path = path
         self._seconds = seconds
-        self._optimizers = optimizers
-        self._peaks = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in optimizers]
+        self._groups = optimizer.param_groups
+        self._peaks = [float(group["lr"]) for group in self._groups]
         if path.is_file():
             network.load_state_dict(trained(path), strict=False)  # it has no buffers
         self._source = {name: parameter.detach() for name, parameter in network.named_parameters()}
@@ -175,9 +171,8 @@ class TrainingRun:
     def _set_rates(self, share: float) -> None:
         rise = min(1.0, share / WARM_UP + 1e-3)
         fall = 0.5 * (1 + math.cos(math.pi * max(0.0, share - WARM_UP) / (1 - WARM_UP)))
-        for optimizer, peaks in zip(self._optimizers, self._peaks, strict=True):
-            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"].fill_(peak * rise * (LAST_RATE + (1 - LAST_RATE) * fall))
+        for group, peak in zip(self._groups, self._peaks, strict=True):
+            group["lr"].fill_(peak * rise * (LAST_RATE + (1 - LAST_RATE) * fall))
 
     @torch.no_grad()
     def _follow(self) -> None:

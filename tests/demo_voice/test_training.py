@@ -64,10 +64,11 @@ def test_weights_are_kept_while_a_stage_runs_and_it_goes_on_with_them(tmp_path: 
     monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(training, "REPORT_STEPS", 1)
     file, first, second = tmp_path / "x.pt", torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    steps = iter(training.TrainingRun(file, 600.0, first, []))
+    optimizers = [training.adamw(each.parameters(), 1e-3) for each in (first, second)]
+    steps = iter(training.TrainingRun(file, 600.0, first, optimizers[0]))
     next(steps)
     assert not file.exists()
     next(steps)
     torch.testing.assert_close(trained(file)["weight"], first.weight.detach())
-    training.TrainingRun(file, 600.0, second, [])
+    training.TrainingRun(file, 600.0, second, optimizers[1])
     torch.testing.assert_close(second.weight, first.weight)

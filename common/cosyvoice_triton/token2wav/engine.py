@@ -20,7 +20,7 @@ from torch import Tensor
 from cosyvoice_triton.batches import isolated
 from cosyvoice_triton.config import FlowRuntime, KvCacheDtype, Token2WavConfig
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
-from cosyvoice_triton.device import launched, new_stream
+from cosyvoice_triton.device import launched, new_stream, use
 from cosyvoice_triton.errors import is_fatal
 from cosyvoice_triton.monitoring import faults
 from cosyvoice_triton.monitoring.logs import timed
@@ -131,7 +131,7 @@ class Token2Wav:
         notes: see `Precision.checked`.
         ValueError for a checkpoint that does not fit, see also `Precision.checked`.
         """
-        _use(device)
+        use(device)
         steps = euler_steps(Path(model_dir) / stack.flow, steps)
         runtime, asked = flow_runtime(runtime, device), precision
         with timed("precision"):
@@ -203,7 +203,7 @@ class Token2Wav:
     def warm_up(self, worker: int = 0) -> None:
         """Render a dummy utterance: initialises what is set up at first use and finds a checkpoint that cannot run.
         ValueError with the file whose network speaks no numbers. To be called in the thread of the worker."""
-        _use(self._device)
+        use(self._device)
         prompt, tokens = self.sample(self.limits.first_hop_tokens + LOOKAHEAD_TOKENS)
         try:
             stream = self.open(prompt)
@@ -438,9 +438,3 @@ class Token2Wav:
         if 0 < len(prompt.tokens) < LOOKAHEAD_TOKENS:
             found = f"the prompt has {len(prompt.tokens)} speech tokens"
             raise ValueError(f"{found}; it needs {LOOKAHEAD_TOKENS} or more, or none")
-
-
-def _use(device: torch.device | str) -> None:
-    """Make the GPU that `device` names the current one of this thread."""
-    if torch.device(device).index is not None:
-        torch.cuda.set_device(device)

@@ -11,6 +11,7 @@ import torch
 
 from cosyvoice_triton import profiles
 from cosyvoice_triton.config import TensorrtLLMConfig, device_of
+from cosyvoice_triton.device import use
 from cosyvoice_triton.llm.checkpoint import LLMLimits
 from cosyvoice_triton.llm.engines.cuda.decoder import Decoder
 from cosyvoice_triton.llm.engines.cuda.operations import PAGE, Plain
@@ -136,7 +137,7 @@ def load_engine(config: TensorrtLLMConfig, tokenizer: LLMTokenizer) -> CudaEngin
     Raises ValueError if it lacks the speech tokens of `tokenizer`, or if the memory is too small for one request.
     """
     device = torch.device(device_of(config.instance_kind, config.llm_gpu))
-    _use(device)
+    use(device)
     max_requests, gib = config.max_requests, config.memory_gib
     on_gpu = device.type == "cuda"
     numbers = profiles.choose(config.profile, str(device)).llm
@@ -156,16 +157,10 @@ def load_engine(config: TensorrtLLMConfig, tokenizer: LLMTokenizer) -> CudaEngin
         sys.setswitchinterval(numbers.switch_seconds)
     logger.info("the LLM runs on %s with keys and values of %d tokens", device, (count - 1) * PAGE)
     limits = LLMLimits(sizes.vocab, sizes.context)
-    pages, prepare = PagePool(count), partial(_use, device)
+    pages, prepare = PagePool(count), partial(use, device)
     engine = CudaEngine(decoder, limits, pages, max_requests, numbers, hold_submissions=on_gpu, prepare=prepare)
     engine.start()
     return engine
-
-
-def _use(device: torch.device) -> None:
-    """Make a GPU the current one of this thread: kernels and graphs take no device argument."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 def _dtype(device: torch.device) -> torch.dtype:
