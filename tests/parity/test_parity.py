@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from tests.parity.runner import all_checks, run_fixture, run_manifests
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 FIXTURES = sorted(path for path in GOLDEN.parent.glob("golden*/*.json") if not path.stem.endswith(".weights"))
+FADE = "item8a_fade_in_out"  # a small fixture
 FULL_SIZE = {path for path in FIXTURES if path.stem.startswith("fullsize")}
 
 
@@ -26,17 +26,17 @@ FULL_SIZE = {path for path in FIXTURES if path.stem.startswith("fullsize")}
 def folder(tmp_path):
     """A folder with one small fixture, which tests damage."""
     for suffix in (".json", ".safetensors"):
-        shutil.copy(GOLDEN / f"item8a_fade_in_out{suffix}", tmp_path)
+        shutil.copy(GOLDEN / f"{FADE}{suffix}", tmp_path)
     return tmp_path
 
 
 def edit_tensors(folder: Path, **changes: torch.Tensor) -> None:
-    path = folder / "item8a_fade_in_out.safetensors"
+    path = folder / f"{FADE}.safetensors"
     save_file(load_file(path) | {key.replace("__", "/"): value for key, value in changes.items()}, path)
 
 
 def edit_json(folder: Path, **changes: object) -> None:
-    path = folder / "item8a_fade_in_out.json"
+    path = folder / f"{FADE}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
@@ -86,28 +86,24 @@ def test_default_sizes_are_those_of_the_official_checkpoint(listing, config):
 
 @pytest.mark.parametrize(("value", "code", "verdict"), [(0.0, 0, "PASS"), (1e-3, 1, "MISS"), (float("nan"), 1, "MISS")])
 def test_a_line_for_each_output_says_whether_its_result_is_the_stored_one(folder, capsys, value, code, verdict):
-    faded = load_file(folder / "item8a_fade_in_out.safetensors")["out/faded"]
+    faded = load_file(folder / f"{FADE}.safetensors")["out/faded"]
     faded[0, 7] += value
     edit_tensors(folder, out__faded=faded)
     assert main([str(folder)]) == code
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"{verdict}  item8a_fade_in_out out/faded  abs {value:.1e} rel ")
+    assert lines[0].startswith(f"{verdict}  {FADE} out/faded  abs {value:.1e} rel ")
     assert lines[1] == f"{1 - code} passed, {code} missed"
-
-
-def remove(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).unlink()
 
 
 @pytest.mark.parametrize(
     ("damage", "line"),
     [
         (lambda at: edit_tensors(at, out__faded=torch.zeros(1, 4999)), "shape [1, 5000], expected [1, 4999]"),
-        (lambda at: edit_tensors(at, out__more=torch.zeros(1)), "MISS  item8a_fade_in_out out/more  not computed"),
+        (lambda at: edit_tensors(at, out__more=torch.zeros(1)), f"MISS  {FADE} out/more  not computed"),
         (lambda at: edit_tensors(at, in__fade_out=torch.zeros(1, 3)), "RuntimeError: The size of tensor a (3) must"),
         (lambda at: edit_json(at, tolerance="none"), "no tolerance is given for out/faded"),
-        (remove("item8a_fade_in_out.json"), "MISS  item8a_fade_in_out  item8a_fade_in_out.json is missing"),
-        (remove("item8a_fade_in_out.safetensors"), "item8a_fade_in_out.safetensors is missing"),
+        (lambda at: (at / f"{FADE}.json").unlink(), f"MISS  {FADE}  {FADE}.json is missing"),
+        (lambda at: (at / f"{FADE}.safetensors").unlink(), f"{FADE}.safetensors is missing"),
     ],
 )
 def test_whatever_cannot_be_compared_is_a_miss_with_its_reason(folder, capsys, damage, line):

@@ -187,11 +187,6 @@ def test_a_stream_has_the_speed_of_its_first_request(client):
     assert len(audio) == len(client.send(1, [6, 7])) == 2 * HOP_SAMPLES
 
 
-def test_a_stream_without_a_voice_is_refused(client):
-    with pytest.raises(ValueError, match="needs a voice"):
-        client.send(1, [4], start=True)
-
-
 def test_a_reply_that_raises_does_not_end_the_service(service, client):
     def broken(_):
         raise OSError("the receiver left")
