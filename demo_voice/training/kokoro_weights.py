@@ -12,7 +12,6 @@ with weight norm folded, so every matrix finds its parameter. What is written:
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,5 +135,4 @@ def _lstm(
 
 def _gates(array: np.ndarray) -> np.ndarray:
     """Rows of four gates in torch's order."""
-    blocks: Iterator[np.ndarray] = iter(np.split(array, 4)[gate] for gate in _GATES)
-    return np.concatenate(list(blocks))
+    return np.concatenate([np.split(array, 4)[gate] for gate in _GATES])

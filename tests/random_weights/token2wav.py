@@ -64,9 +64,7 @@ def write_hift(path: Path, stack: Stack, seed: int, sizes: HiFTConfig) -> None:
         "conv_post.bias": lambda noise: torch.where(torch.arange(len(noise)) < len(noise) // 2, LOG_MAGNITUDE, 0.0),
         ".alpha": lambda noise: (1 + 0.2 * noise).abs() + 0.1,
         # Many residual branches in a row: each has to be small, or their sum diverges.
-        ".convs2.0.weight": lambda noise: 0.3 * _scaled(noise),
-        ".convs2.1.weight": lambda noise: 0.3 * _scaled(noise),
-        ".convs2.2.weight": lambda noise: 0.3 * _scaled(noise),
+        **{f".convs2.{index}.weight": lambda noise: 0.3 * _scaled(noise) for index in range(3)},
     }
     network = CausalHiFTGenerator if stack == stacks.COSYVOICE3 else HiFTGenerator
     torch.save(split_weight_norm(_drawn(network, sizes, seed, special)), path)

@@ -166,18 +166,12 @@ def _run_networks(dtype: torch.dtype) -> None:
         dit, unet, rotary = (network.to(dtype) for network in _flows(1))
         noise = NoiseTape(torch.empty(1, MEL_BINS))
     fused_unet = FusedUNet(unet.decoder.estimator, [0.0])
-    solvers = (DiTSolver(dit, kernels, 1), DIT_FRAMES), (RotarySolver(rotary, kernels, 1), COSYVOICE3_FRAMES)
-    solvers = (*solvers, solvers[0])
-    pools = [
-        StreamCachePool(sizes, dit.encoder_proj.weight, 1, limits.max_streams, STREAM_CACHE_FRAMES, 2, kind)
-        for sizes, kind in (
-            (dit.config.estimator, "auto"),
-            (rotary.config.estimator, "auto"),
-            (dit.config.estimator, "int8"),
-        )
-    ]
+    of_dit = DiTSolver(dit, kernels, 1), dit.config.estimator, DIT_FRAMES
+    of_rotary = RotarySolver(rotary, kernels, 1), rotary.config.estimator, COSYVOICE3_FRAMES
     for of in (limits, limits.of_worker(FIRST_CHUNK_WORKER)):
-        for (solver, most), pool in zip(solvers, pools, strict=True):
+        for (solver, config, most), kind in ((of_dit, "auto"), (of_rotary, "auto"), (of_dit, "int8")):
+            weight = dit.encoder_proj.weight
+            pool = StreamCachePool(config, weight, 1, limits.max_streams, STREAM_CACHE_FRAMES, 2, kind)
             GraphedSolve(solver, pool, noise, of, most, make=_every_size)
         sizes = of.sizes(of.window_frames, UNET_FRAMES)
         GraphedWindowSolve(unet, fused_unet, noise, sizes, 1, worker=of.worker, make=_every_size)
