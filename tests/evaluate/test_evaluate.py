@@ -61,7 +61,7 @@ def test_onsets_are_drawn_before_and_after_their_silence_is_cut(
     steps.demo(models)
     sentences = [Sample(voice, "Hello there.", speaker=voice) for voice in ("nezumi", "kumo", "alpha")]
     options = StackOptions(models_dir=models, device="cpu")
-    (row,) = speech.spoken(options, sentences, [None], ["streaming"], 1, output)
+    (row,) = speech.spoken(options, sentences, ["streaming"], 1, output)
     *onsets, last = row[1]
     assert last.untrimmed is None and len(onsets) == 2
     for each in onsets:
