@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from async_timeout import timeout
 
+from cosyvoice_triton.batches import scalar
 from cosyvoice_triton.constants import MAX_STREAM_TOKENS
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.interface import URGENT_TOKENS, LengthRatios, LLMPrompt, Sampling, Timeouts, TokenChunk
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.monitoring import tracing
-from cosyvoice_triton.scalars import scalar
 
 Tensors = Mapping[str, np.ndarray]
 NumberT = TypeVar("NumberT", int, float)

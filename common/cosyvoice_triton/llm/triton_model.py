@@ -5,6 +5,7 @@ from contextlib import aclosing
 from typing import Any
 
 from cosyvoice_triton import triton_io
+from cosyvoice_triton.batches import scalar
 from cosyvoice_triton.config import TensorrtLLMConfig
 from cosyvoice_triton.llm.engines.interface import GenerationRequest, speak_once, warm_up
 from cosyvoice_triton.llm.engines.loading import engine_of
@@ -14,7 +15,6 @@ from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.monitoring.health import ModelMonitor
 from cosyvoice_triton.monitoring.logs import timed
 from cosyvoice_triton.profiles import LLMNumbers
-from cosyvoice_triton.scalars import scalar
 
 # Most engines report single tokens; a response has as many as the smallest report of the engine `cuda`.
 MIN_TOKENS = LLMNumbers.first_report_tokens

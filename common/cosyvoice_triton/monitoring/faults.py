@@ -4,9 +4,11 @@ set, there are none.
 A file of a fault's name in that directory makes the next possible place fail, once.
 """
 
+import os
+from pathlib import Path
 from typing import Literal, get_args
 
-from cosyvoice_triton.monitoring.environment import TEST_FAULTS, path_of
+from cosyvoice_triton.monitoring.environment import TEST_FAULTS
 
 Fault = Literal[
     "gpu_error",  # token2wav: a CUDA error after which nothing works
@@ -23,8 +25,9 @@ GPU_ERROR = "CUDA error: an illegal memory access was encountered"
 
 def take(fault: Fault) -> bool:
     """Return whether this fault is to happen now. ValueError if there is no such directory, or a name in it is none."""
-    if (directory := path_of(TEST_FAULTS)) is None:  # asked at each step of the LLM
+    if not (folder := os.environ.get(TEST_FAULTS)):  # asked at each step of the LLM
         return False
+    directory = Path(folder)
     if not directory.is_dir():
         raise ValueError(f"{TEST_FAULTS}={directory} is not a directory")
     wanted = {path.name: path for path in directory.iterdir()}

@@ -6,8 +6,8 @@ streams.py    streamed calls, over gRPC; imported only where used, because it ne
 requests.py   inputs and outputs; requests answered at once, later by a thread, or by tasks of an asyncio loop
 """
 
+from cosyvoice_triton.batches import scalar
 from cosyvoice_triton.monitoring import logs
-from cosyvoice_triton.scalars import scalar
 from cosyvoice_triton.triton_io.calls import call
 from cosyvoice_triton.triton_io.errors import error_response
 from cosyvoice_triton.triton_io.requests import (

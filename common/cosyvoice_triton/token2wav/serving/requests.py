@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from cosyvoice_triton import constants
-from cosyvoice_triton.scalars import scalar
+from cosyvoice_triton.batches import scalar
 from cosyvoice_triton.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
