@@ -4,7 +4,7 @@
     python -m demo_voice.training [--work out/voice] [--minutes 27]                 all other stages
     python -m demo_voice.training --stages tokenizer --seconds 100                   one
 
-The result, `checkpoint/` in the working folder, has the official layout: a small synthetic voice for demos and tests,
+The result, `checkpoint/` in the working folder, has the official layout: small networks for demos and tests,
 trained on voices of Kokoro-82M. Its quality is far below CosyVoice2's.
 
 The stages; each uses what earlier stages left in the working folder:

@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"keep it serving    {program()} serve{models}{chosen}{given} --speech-port 10086")
     if args.models == DEMO:
         print(f"then               http://localhost:10086/ in a browser, or: {program()} say 'Hello.'")
-        print("A small synthetic voice for demos; README.md describes how to serve the official weights.")
+        print("A demo voice, of small networks; README.md describes how to serve the official weights.")
     else:
         add = f"{program()} voice add {args.models} anna{chosen} --reference-audio anna.wav"
         print(f"add a voice        {add} --reference-text 'What she says.'")
