@@ -19,9 +19,10 @@ import random
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from cosyvoice_triton.load.samples import read_manifest
 from cosyvoice_triton.text.frontend import TextFrontend
 from tqdm import tqdm
 
@@ -45,11 +46,11 @@ _BLOCK_END = re.compile(r"</(?:p|li|h\d|td|dd|dt|pre|div)>|<br ?/?>", re.IGNOREC
 _CODE = re.compile(r"<(script|style|pre)\b.*?</\1>", re.IGNORECASE | re.DOTALL)
 
 
-def make_corpus(work: Path, held_out: set[str], root: Path = Path("/"), seed: int = 1) -> None:
-    """Write `sentences.txt` in `work`, in random order, without the sentences of `held_out`."""
+def make_corpus(work: Path, held_out: Sequence[Path], root: Path = Path("/"), seed: int = 1) -> None:
+    """Write `sentences.txt` in `work`, in random order, without the sentences of the manifests `held_out`."""
     rng = random.Random(seed)
     words = [word.strip() for word in (root / "usr/share/dict/words").read_text(encoding="utf-8").splitlines()]
-    held = {_key(sentence) for sentence in held_out}
+    held = {_key(sample.target_text) for path in held_out for sample in read_manifest(path)}
     natural = _natural(root, {word.lower() for word in words} | {"a", "i"}, held, rng)
     rng.shuffle(natural)
     counts = Counter(word for sentence in natural for word in _WORD.findall(sentence.lower()))

@@ -54,6 +54,8 @@ def pack(packages: Path, folder: Path) -> None:
 
 def load(folder: Path) -> Weights:
     """All parameters in float32 by their names in the package `kokoro`. OSError without the file."""
+    if not (folder / FILE).is_file():
+        raise OSError(f"{folder / FILE} is missing: run the stage `teacher`")
     with np.load(folder / FILE) as held:
         packed = dict(held)
     return {name: _dequantised(packed, name) for name in packed if ":" not in name}
