@@ -10,15 +10,16 @@ clone not below /tmp, which each container hides.
 import argparse
 import atexit
 import base64
+import json
 import os
 import re
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx2 as httpx
 import yaml
 from cosyvoice_triton import samples, stacks
 
@@ -72,12 +73,12 @@ class Container:
 def say(text: str, begun: Callable[[], None]) -> float:
     """The seconds of an answer in the voice of a recording; `begun` is called once its first byte is here."""
     recording = base64.b64encode((samples.FOLDER / "reference_en.wav").read_bytes()).decode()
-    body = {"input": text, "response_format": "pcm", "ref_audio": recording}
-    with httpx.stream("POST", "http://127.0.0.1:10086/v1/audio/speech", json=body, timeout=300) as answer:
-        parts = answer.raise_for_status().iter_bytes()
-        first = next(parts)
+    body = json.dumps({"input": text, "response_format": "pcm", "ref_audio": recording}).encode()
+    url, headers = "http://127.0.0.1:10086/v1/audio/speech", {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=300) as answer:
+        first = answer.read(1)
         begun()
-        return len(first + b"".join(parts)) / 48_000
+        return len(first + answer.read()) / 48_000
 
 
 def serve(stack: str, start: str, volume: Path, gpu: bool) -> None:

@@ -116,7 +116,11 @@ def test_cuda_visible_devices_chooses_the_gpu(machine: Machine, monkeypatch: pyt
         (["GeForce GTX 1080"], {}, "compute capability 6.1, and 7.5 is needed"),
         (["NVIDIA T400"], {}, "too small for the dit stack, which needs 7.2 GiB free: use a larger GPU"),
         (["NVIDIA L4"], {"free": 5000}, "end other programs on it (nvidia-smi lists them), use a larger"),
-        (["NVIDIA L4"], {"cuda": ""}, "is a build for CPUs, which pip would keep; run: pip uninstall --yes torch"),
+        (
+            ["NVIDIA L4"],
+            {"cuda": ""},
+            "torch is a build for CPUs, which pip would keep; run: pip uninstall --yes torch",
+        ),
         (["NVIDIA GB10"], {}, "no GPU is visible: install NVIDIA's driver"),
         ([], {}, "no GPU is visible: install NVIDIA's driver"),
     ],

@@ -189,7 +189,12 @@ def test_fields_of_peers_have_their_meaning(served: StubbedService) -> None:
     assert "played" in parameters and not parameters["played"].bool_param  # the answer is sent when it is complete
     served.post({**TEXT, "normalization_options": {"normalize": False}})
     assert not served.stub.requests[-1].parameters["text_frontend"].bool_param
-    for broken in {"normalization_options": {"urls": False}}, {"volume_multiplier": 0}, {"loudness": 0}:
+    for broken in (
+        {"normalization_options": {"urls": False}},
+        {"volume_multiplier": 0},
+        {"loudness": 0},
+        {"lang_code": "<"},
+    ):
         error = served.post({**TEXT, **broken})
         assert error.status_code == 400 and error.json()["error"]["param"] == next(iter(broken))
     error = served.post({**TEXT, "stream": False, "stream_format": "sse"})

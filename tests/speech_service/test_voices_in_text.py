@@ -125,7 +125,11 @@ def test_a_recording_in_the_request_is_the_voice_of_the_parts_without_a_name(ser
     [
         ("One. [voice:nobody] Two.", "anna", "unknown speaker 'nobody'"),
         ("[voice:anna(0)+bert] One.", "anna", "the weight '0' of 'anna' is not a number above 0"),
-        ("[voice:anna+nobody] One.", "anna", "'nobody' in 'anna+nobody', whose voices must be registered"),
+        (
+            "[voice:anna+nobody] One.",
+            "anna",
+            "unknown speaker 'nobody' in 'anna+nobody', whose voices must be registered",
+        ),
         ("[voice:bert] One. <speak>", "anna", "the tag <speak>"),
         ("<speak><voice name='bert'>One.</voice> Two.</speak>", "nobody", "unknown speaker 'nobody'"),
         ("One. [voice:] Two.", "anna", "without a name"),

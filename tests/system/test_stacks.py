@@ -91,13 +91,16 @@ def third(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
 
 
 @pytest.fixture
-def models(third: Stack, tmp_path: Path) -> Path:
+def models(tmp_path: Path) -> Path:
     """The files of the third stack's checkpoints that rendering checks for."""
-    options = StackOptions(models_dir=tmp_path / "models", stack=third.name, device="cpu")
-    for path in options.missing_files():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    return options.models_dir
+    directory = tmp_path / "models"
+    for name in ("flow.pt", "hift.pt", "campplus.onnx", "speech_tokenizer_v3.onnx"):
+        (directory / "Third").mkdir(parents=True, exist_ok=True)
+        (directory / "Third" / name).touch()
+    for name in ("third_llm/tokenizer_config.json", "third_llm_genai/model.onnx"):
+        (directory / name).parent.mkdir(parents=True)
+        (directory / name).touch()
+    return directory
 
 
 def test_a_stack_of_another_package_is_rendered_and_valid(third, models, tmp_path, capsys) -> None:

@@ -202,10 +202,10 @@ def engine(flow: DiTFlow, hift: HiFTGenerator, dtype: torch.dtype, streams: int 
     return Token2Wav(streaming, vocoder, "cuda")
 
 
-def spoken(engine: Token2Wav, spoil: Callable[[Any], None] = lambda stream: None) -> list[Tensor]:
+def spoken(engine: Token2Wav, spoil: Callable[[Any], None] = lambda stream: None, speed: float = 1.0) -> list[Tensor]:
     """The audio of three streams. `spoil` is called with the third one before their second chunks."""
     tokens, parts = np.random.default_rng(0).integers(0, 6561, (3, 100)), []
-    streams = [engine.open(prompt) for prompt in prompts()]
+    streams = [engine.open(prompt, speed) for prompt in prompts()]
     for begin, end in ((0, 20), (20, 50), (50, 90)):
         ahead = tokens[:, begin : end + LOOKAHEAD_TOKENS]
         chunks = [engine.chunk(stream, row, final=False) for stream, row in zip(streams, ahead, strict=True)]
@@ -227,6 +227,16 @@ def test_a_chunk_that_is_not_finite_beside_graphs_is_rendered_again(dit: DiTFlow
     for of_stream in zip(expected, in_ring, in_voice, strict=True):
         assert all(relative_error(audio, of_stream[0]) < 0.1 for audio in of_stream)
     assert subject.counts[RETRIED] == 2 and subject.counts[FAILED] == 0
+
+
+@torch.inference_mode()
+def test_streams_of_any_speed_are_vocoded_by_graphs(dit: DiTFlow, hift: HiFTGenerator, caplog) -> None:
+    subject = engine(dit, hift, torch.float16)
+    usual = spoken(subject)
+    for speed in (0.25, 0.7, 1.5):
+        for audio, at_1 in zip(spoken(subject, speed=speed), usual, strict=True):
+            assert audio.isfinite().all() and len(audio) == pytest.approx(len(at_1) / speed, rel=0.2)
+    assert "beyond the largest CUDA graph" not in caplog.text
 
 
 def test_first_chunks_are_the_same_beside_other_batches(dit: DiTFlow, hift: HiFTGenerator) -> None:
